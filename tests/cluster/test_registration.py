@@ -636,37 +636,51 @@ def states(**phases):
 
 
 STALLS = [  # at 100 s, with 10 s allowed
-    (states(r0=("call", 11), r1=("python", 9)), (), None),
-    (states(r0=("call", 9), r1=("python", 11)), (), None),
-    (states(r0=("call", 11), r1=("python", 11)), (), (1, "stuck in Python for 11 s after update 4 (--stall_timeout)")),
+    (states(r0=("call", 11), r1=("python", 9)), {}, None),
+    (states(r0=("call", 9), r1=("python", 11)), {}, None),
+    (states(r0=("call", 11), r1=("python", 11)), {}, (1, "stuck in Python for 11 s after update 4 (--stall_timeout)")),
     (
         states(r0=("python", 11), r1=("waiting", 11)),
-        (),
+        {},
         (0, "stuck in Python for 11 s after update 4 (--stall_timeout)"),
     ),
     (
-        states(r0=("call", 11), r1=("waiting", 11)),
-        (),
+        states(r0=("call", 11), r1=("call", 11)),
+        {},
         (None, "no worker has finished a call for 11 s since update 4 (--stall_timeout)"),
     ),
-    (states(r0=("call", 50), r1=("compiling", 50)), (), None),
-    (states(r0=("call", 50), r1=("saving", 50)), (), None),
-    (states(r0=("starting", 50), r1=("waiting", 50)), (), None),
-    (states(r0=("waiting", 61), r1=("compiling", 61)), (), (1, "compiling for 61 s after update 4 (--stall_timeout)")),
+    (
+        states(r0=("call", 11), r1=("waiting", 12)),
+        {1: "the weights after update 4"},
+        (
+            1,
+            "it is at 'the weights after update 4' while others have been in a call for 11 s since update 4 "
+            "(--stall_timeout): every worker must have as much data, and make the same calls",
+        ),
+    ),
+    (
+        states(r0=("call", 11)) | {1: State("waiting", 5, 88.0)},
+        {1: "update 5"},
+        (None, "no worker has finished a call for 11 s since update 4 (--stall_timeout)"),
+    ),
+    (states(r0=("call", 50), r1=("compiling", 50)), {}, None),
+    (states(r0=("call", 50), r1=("saving", 50)), {}, None),
+    (states(r0=("starting", 50), r1=("waiting", 50)), {}, None),
+    (states(r0=("waiting", 61), r1=("compiling", 61)), {}, (1, "compiling for 61 s after update 4 (--stall_timeout)")),
     (
         states(r0=("call", 11), r1=("waiting", 50)),
-        (1,),
+        {1: heartbeat.END},
         (1, "it has finished while the others wait for it: every worker must make the same updates"),
     ),
-    (states(r0=("call", 9), r1=("waiting", 50)), (1,), None),
-    (states(r0=("python", 50), r1=("waiting", 50)), (1,), None),
-    (states(r0=("call", 50), r1=("waiting", 50), r2=("python", 50)), (1,), None),
+    (states(r0=("call", 9), r1=("waiting", 50)), {1: heartbeat.END}, None),
+    (states(r0=("python", 50), r1=("waiting", 50)), {1: heartbeat.END}, None),
+    (states(r0=("call", 50), r1=("waiting", 50), r2=("python", 50)), {1: heartbeat.END}, None),
 ]
 
 
-@pytest.mark.parametrize("found, ended, expected", STALLS)
-def test_who_is_to_blame_for_a_stall(found, ended, expected):
-    assert heartbeat.find_stall(found, ended, 100.0, 10.0) == expected
+@pytest.mark.parametrize("found, waiting, expected", STALLS)
+def test_who_is_to_blame_for_a_stall(found, waiting, expected):
+    assert heartbeat.find_stall(found, waiting, 100.0, 10.0) == expected
 
 
 # -- the wire -----------------------------------------------------------------------

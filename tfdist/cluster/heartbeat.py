@@ -27,6 +27,8 @@ IN_CALL_S = 1.0
 """The same while it is in a call, in C++: TensorFlow reports a loss at once, or after ten seconds, or never."""
 SIGNAL_S = 25.0
 """A worker that was signaled and has waited this long for another cannot stop in order; platforms kill after 30 s."""
+END = "the end of the run"
+"""The gather with which workers exit."""
 BY_SIGNAL = (130, 143)
 """Exit codes that stay, whatever else a signal's end brings about."""
 
@@ -69,15 +71,18 @@ def find_silent(
     return None
 
 
-def find_stall(states: Mapping[int, State], ended: Collection[int], now: float, stall_timeout: float) -> Finding | None:
+def find_stall(
+    states: Mapping[int, State], waiting: Mapping[int, str], now: float, stall_timeout: float
+) -> Finding | None:
     """Decides whether the run stands still, and which worker holds it up.
 
     Args:
       states: of all workers by rank.
-      ended: workers that wait for the end of the run.
+      waiting: labels of the gathers in which workers wait for others, by rank.
       now: the time.
       stall_timeout: seconds without progress that are allowed.
     """
+    ended = [rank for rank, label in waiting.items() if label == END]
     others = {rank: state for rank, state in states.items() if rank not in ended}
     if ended:
         # They may wait for ever for a worker that is busy with something of its own, but a call needs all of them.
@@ -94,6 +99,14 @@ def find_stall(states: Mapping[int, State], ended: Collection[int], now: float, 
             return Finding(rank, f"{activity} for {now - since:.0f} s after update {update} (--stall_timeout)")
     update = min(s.update for s in others.values())
     waited = min(now - s.since for s in others.values())
+    called = [s.update for s in others.values() if s.phase == "call"]
+    early = [rank for rank in waiting if called and others[rank].update <= min(called)]
+    if early:  # one with more updates has ended the call that another hangs in
+        return Finding(
+            early[0],
+            f"it is at {waiting[early[0]]!r} while others have been in a call for {waited:.0f} s since update {update} "
+            "(--stall_timeout): every worker must have as much data, and make the same calls",
+        )
     return Finding(None, f"no worker has finished a call for {waited:.0f} s since update {update} (--stall_timeout)")
 
 

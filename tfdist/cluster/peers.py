@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from tfdist.cluster import heartbeat, standard_error, votes
-from tfdist.cluster.heartbeat import BEAT_S, SILENT_S
-from tfdist.cluster.watch import END, Watch
+from tfdist.cluster.heartbeat import BEAT_S, END, SILENT_S
+from tfdist.cluster.watch import Watch
 from tfdist.cluster.wire import Connection
 from tfdist.errors import PeerError, UserError, one_line
 

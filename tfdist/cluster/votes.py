@@ -55,9 +55,9 @@ class Votes:
         del self._collected[number]
         return [votes[r].value for r in range(len(self._hosts))]
 
-    def waiting_at(self, label: str) -> set[int]:
-        """Returns the ranks whose gathers with this label have not ended."""
-        return {rank for votes in self._collected.values() for rank, vote in votes.items() if vote.label == label}
+    def waiting(self) -> dict[int, str]:
+        """Returns the labels at which workers wait for others, by rank."""
+        return {rank: vote.label for votes in self._collected.values() for rank, vote in votes.items()}
 
 
 def difference(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> str:

@@ -41,8 +41,6 @@ def from_chief(size: int) -> schema.Reader:
 
 EXIT_S = 15.0
 """Time for a program to end after its main thread has, when a worker is lost: a thread of it may wait for that one."""
-END = "the end of the run"
-"""The gather with which workers exit."""
 
 
 class Watch:
@@ -293,7 +291,7 @@ class Watch:
                     self._changed.notify_all()
         if self._rank == 0:
             states = {0: self.state, **self._states}
-            stall = heartbeat.find_stall(states, self._votes.waiting_at(END), now, self._stall_timeout)
+            stall = heartbeat.find_stall(states, self._votes.waiting(), now, self._stall_timeout)
             if stall and stall.rank is None:
                 self._fail(stall.why)
             elif stall:
