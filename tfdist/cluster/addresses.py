@@ -11,16 +11,11 @@ from typing import NamedTuple
 
 from tfdist.errors import UserError
 
-MOST_HOSTS = 100_000
-"""Most hosts in a Slurm list, ten times those of the largest machines; more are a typing error."""
+MOST_HOSTS = 100_000  # most hosts in a Slurm list, ten times those of the largest machines; more are a typing error
 
 
 def join(host: str, port: int) -> str:
-    """Returns `host:port`, with an IPv6 address in brackets.
-
-    Raises:
-      UserError: no host name or IP address, or a port outside 1 to 65535.
-    """
+    """Returns `host:port`, with an IPv6 address in brackets, or raises UserError."""
     host = checked_host(host, "host")
     return f"[{host}]:{checked_port(str(port), 'port')}" if ":" in host else f"{host}:{checked_port(str(port), 'port')}"
 
@@ -28,20 +23,12 @@ def join(host: str, port: int) -> str:
 class Address(NamedTuple):
     """Host and port of a listener."""
 
-    host: str
-    """Host name or IP address, IPv6 without brackets."""
+    host: str  # host name or IP address, IPv6 without brackets
     port: int
 
 
 def split(address: str, name: str = "address") -> Address:
-    """Reads `host:port`.
-
-    Args:
-      name: of the address in errors.
-
-    Raises:
-      UserError: not an address.
-    """
+    """Reads `host:port`; raises UserError, which calls it `name`, if it is none."""
     host, _, port = address.rpartition(":")
     if not host or (":" in host) != (host.startswith("[") and host.endswith("]")):
         raise UserError(f"{name}={address} is not host:port, such as node1:29500 or [fd00::1]:29500", "correct it")
@@ -49,14 +36,7 @@ def split(address: str, name: str = "address") -> Address:
 
 
 def expand(hosts: str, name: str = "host list") -> tuple[str, ...]:
-    """Returns the hosts of a Slurm host list such as `n[1-3,07],gpu[01-02]x`, in its order.
-
-    Args:
-      name: of the list in errors.
-
-    Raises:
-      UserError: it cannot be read.
-    """
+    """Returns the hosts of a Slurm list such as `n[1-3,07],gpu[01-02]x`, in its order, or raises UserError."""
     names: list[str] = []
     for item in re.split(r",(?![^\[]*\])", hosts):  # at the commas outside brackets
         texts_and_ranges = re.split(r"\[([^\[\]]*)\]", item)

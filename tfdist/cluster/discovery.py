@@ -29,10 +29,8 @@ class _Counts(NamedTuple):
 
     rank: str
     size: str
-    local_rank: str
-    """Rank on this host."""
-    local_size: str
-    """Workers on this host."""
+    local_rank: str  # rank on this host
+    local_size: str  # workers on this host
 
 
 _COUNTS = {
@@ -53,27 +51,18 @@ _SPECIAL_STEPS = 0xFFFFFFF0  # from here on Slurm numbers batch scripts and inte
 class Cluster:
     """This worker's place among the workers (processes) of a job."""
 
-    source: str
-    """Which variables describe it, for messages; empty for a process alone."""
+    source: str  # which variables describe it, for messages; empty for a process alone
     rank: int = 0
-    size: int = 1
-    """Workers in all."""
-    local_rank: int = 0
-    """Rank among the workers of this host, as far as known."""
-    local_size: int = 1
-    """Workers of this host, as far as known."""
-    master: str = ""
-    """`host:port` at which rank 0 listens; empty if unknown."""
+    size: int = 1  # workers in all
+    local_rank: int = 0  # rank among the workers of this host, as far as known
+    local_size: int = 1  # workers of this host, as far as known
+    master: str = ""  # `host:port` at which rank 0 listens; empty if unknown
     addresses: tuple[str, ...] = ()
     """`host:port` of every worker in rank order; empty unless the source lists them (TF_CONFIG)."""
-    secret: str = dataclasses.field(default="", repr=False)
-    """Shared secret of the workers; empty if there is none."""
-    attempt: int = 0
-    """Number of restarts by the launcher."""
-    meeting_fd: int | None = None
-    """Socket that the launcher opened at `master` for rank 0 to listen on."""
-    hosts: tuple[str, ...] = ()
-    """Host name of every worker in rank order, where the source lists them."""
+    secret: str = dataclasses.field(default="", repr=False)  # shared secret of the workers; empty if there is none
+    attempt: int = 0  # number of restarts by the launcher
+    meeting_fd: int | None = None  # socket that the launcher opened at `master` for rank 0 to listen on
+    hosts: tuple[str, ...] = ()  # host name of every worker in rank order, where the source lists them
 
     @property
     def is_chief(self) -> bool:
@@ -86,11 +75,7 @@ HOW_TO_SHARE = "set TFDIST_SECRET to the same long random text on all machines (
 
 
 def find(environ: Mapping[str, str]) -> Cluster:
-    """Returns the cluster that the environment describes; `ALONE` if it describes none.
-
-    Raises:
-      UserError: a variable is missing or makes no sense, or two sources disagree.
-    """
+    """Returns the cluster that the environment describes, or `ALONE`; raises UserError if two sources disagree."""
     environ = env_vars.filled(environ)
     cluster = _launched(environ) or _agreed(environ)
     return dataclasses.replace(cluster, secret=environ.get("TFDIST_SECRET", "")) if cluster.source else ALONE
@@ -322,10 +307,7 @@ def _complete_list(tasks: dict[str, str]) -> list[str] | None:
 
 
 def _dynamic_tf_job(environ: Mapping[str, str], kind: str, index: int) -> Cluster:
-    """Reads a worker of a TFJob with enableDynamicWorker, whose TF_CONFIG lists no other worker.
-
-    The pod template, which is the same for all workers, can set the rest.
-    """
+    """Reads a worker of a TFJob with enableDynamicWorker: its pod template, the same for all, can set the rest."""
     if kind != "worker":
         raise UserError(
             f"TF_CONFIG is that of the {kind} of a dynamic TFJob, which is in nobody's list",

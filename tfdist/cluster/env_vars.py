@@ -12,8 +12,7 @@ ROUNDS = "TFDIST_ROUNDS"
 """Variable in which the launcher lists earlier attempts for the chief (see `monitoring.recorder.Segments`)."""
 FOLDER_LOCK = "TFDIST_FOLDER_LOCK_FD"
 """Variable with the descriptor through which the launcher lends the chief the run folder's lock."""
-EXIT_RECORD = "TFDIST_EXIT_RECORD"
-"""Variable with the path of the exit record (see `exit_record`)."""
+EXIT_RECORD = "TFDIST_EXIT_RECORD"  # variable with the path of the exit record (see `exit_record`)
 HOLD = "TFDIST_HOLD_RANDOM_LAYERS"
 """Variable by which `tfdist.compare` trains its check with random layers disabled; no trained model results."""
 _OWN = ("TFDIST_MEETING_FD", ROUNDS, FOLDER_LOCK, EXIT_RECORD)

@@ -22,17 +22,14 @@ _LONGEST = 4000
 class LostWorker(NamedTuple):
     """Another worker, because of which one ended."""
 
-    rank: int
-    """-1 if unknown."""
-    why: str
-    """Follows its name in a line: its host, and how it was lost."""
+    rank: int  # -1 if unknown
+    why: str  # follows its name in a line: its host, and how it was lost
 
 
 class Report(NamedTuple):
     """What a worker has reported."""
 
-    error: str = ""
-    """Its own error."""
+    error: str = ""  # its own error
     lost: LostWorker | None = None
 
 
@@ -57,8 +54,7 @@ class ExitRecord:
 
     def __init__(self):
         self._fd = os.memfd_create(_NAME)
-        self.environ = {EXIT_RECORD: f"/proc/{os.getpid()}/fd/{self._fd}"}
-        """The worker's environment must include it."""
+        self.environ = {EXIT_RECORD: f"/proc/{os.getpid()}/fd/{self._fd}"}  # the worker's environment must include it
 
     def read(self) -> Report:
         """Returns what the worker has reported, and frees the memory."""

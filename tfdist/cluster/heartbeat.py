@@ -6,63 +6,48 @@ import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-BEAT_S = 1.0
-"""Seconds between heartbeats."""
+BEAT_S = 1.0  # seconds between heartbeats
 SILENT_S = 10.0
 """A worker or launcher that sends nothing for this long is lost: its process, its machine or the network is gone."""
 EXEMPT = ("starting", "compiling", "saving")
 """Phases that may take long, and in which a worker may hold Python's lock; the stall timeout is longer for them."""
-PHASES = (*EXEMPT, "call", "waiting", "python")
-"""All phases; see `State`."""
-TOGETHER = ("compiling", "call", "waiting")
-"""Phases in which a worker needs the others."""
+PHASES = (*EXEMPT, "call", "waiting", "python")  # all phases; see `State`
+TOGETHER = ("compiling", "call", "waiting")  # phases in which a worker needs the others
 _MAY_HOLD_LOCK = ("starting", "saving")
 """Phases in which a worker may hold Python's lock for so long that its heartbeats fail to come."""
 EXEMPT_FACTOR = 6
-AHEAD_S = 10.0
-"""If a call of the others has not ended this long after a worker finished, it never will."""
+AHEAD_S = 10.0  # if a call of the others has not ended this long after a worker finished, it never will
 GRACE_S = 4.0
 """Time for the main thread to notice a loss or a second Ctrl-C and to exit in order, before the process is ended."""
 IN_CALL_S = 1.0
 """The same while it is in a call, in C++: TensorFlow reports a loss at once, or after ten seconds, or never."""
 SIGNAL_S = 25.0
 """A worker that was signaled and has waited this long for another cannot stop in order; platforms kill after 30 s."""
-END = "the end of the run"
-"""The gather with which workers exit."""
-BY_SIGNAL = (130, 143)
-"""Exit codes that stay, whatever else a signal's end brings about."""
+END = "the end of the run"  # the gather with which workers exit
+BY_SIGNAL = (130, 143)  # exit codes that stay, whatever else a signal's end brings about
 
 
 class State(NamedTuple):
     """What a worker is doing."""
 
-    phase: str
-    """One of `EXEMPT`, `call` (in a collective call), `waiting` (in a `gather`) or `python`."""
-    update: int
-    """Updates made so far."""
-    since: float
-    """When it began, by this process' monotonic clock."""
+    phase: str  # one of `EXEMPT`, `call` (in a collective call), `waiting` (in a `gather`) or `python`
+    update: int  # updates made so far
+    since: float  # when it began, by this process' monotonic clock
 
 
 class Finding(NamedTuple):
     """Why the run cannot go on."""
 
-    rank: int | None
-    """The worker that caused it; None if that cannot be determined."""
+    rank: int | None  # the worker that caused it; None if that cannot be determined
     why: str
 
 
 def find_silent(
     heard: Mapping[int, float], states: Mapping[int, State], gone: Collection[int], start_timeout: float, now: float
 ) -> Finding | None:
-    """Finds a worker that has been silent for too long.
+    """Finds a worker, other than those `gone`, that was last `heard` too long ago.
 
-    Args:
-      heard: when each other worker was last heard.
-      states: what each is doing.
-      gone: workers that have disconnected.
-      start_timeout: seconds allowed to a worker that may hold Python's lock.
-      now: the time.
+    `start_timeout` is for one that may hold Python's lock.
     """
     for rank, last in heard.items():
         limit = max(SILENT_S, start_timeout) if states[rank].phase in _MAY_HOLD_LOCK else SILENT_S
@@ -114,15 +99,13 @@ class ReceivedSignal(NamedTuple):
     """A signal that this process received."""
 
     signal: signal.Signals
-    at: float
-    """When, by this process' monotonic clock."""
+    at: float  # when, by this process' monotonic clock
 
 
 class Stop(NamedTuple):
     """The end of a worker whose main thread does not see its signal."""
 
-    code: int
-    """Exit code of the process."""
+    code: int  # exit code of the process
     why: str
 
 
@@ -131,15 +114,7 @@ def overdue_stop(
 ) -> Stop | None:
     """Decides whether the main thread, which may wait in C++ for another worker, will ever see its signal.
 
-    Args:
-      signals: those received.
-      own: what this worker is doing.
-      others: what the others are doing.
-      longest_call: seconds of this worker's longest call so far.
-      now: the time.
-
-    Returns:
-      How the worker has to end; None while it may still end in order.
+    Returns how the worker has to end, or None while it may still end in order; `longest_call` is in seconds.
     """
     if not signals:
         return None

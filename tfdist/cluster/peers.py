@@ -21,11 +21,9 @@ from tfdist.cluster.watch import Watch
 from tfdist.cluster.wire import Connection
 from tfdist.errors import PeerError, UserError, one_line
 
-EXIT_WAIT_S = 20.0
-"""How long the chief waits at the end for the others' processes to exit."""
+EXIT_WAIT_S = 20.0  # how long the chief waits at the end for the others' processes to exit
 
-_OPEN: weakref.WeakSet[Peers] = weakref.WeakSet()
-"""The workers that this process is; a forked child is none."""
+_OPEN: weakref.WeakSet[Peers] = weakref.WeakSet()  # the workers that this process is; a forked child is none
 
 T = TypeVar("T")
 N = TypeVar("N")
@@ -38,8 +36,7 @@ class Peers:
       rank: this worker's, 0 for the chief.
       hosts: host name of each worker, by rank.
       addresses: `host:port` of each worker for TensorFlow, by rank.
-      connections: on the chief one to every other worker by rank, on the others
-        one to rank 0; none when there is one worker.
+      connections: on the chief to every other worker by rank, on the others to rank 0; none for a worker alone.
       held: sockets that reserve ports until TensorFlow takes them.
       start_timeout: seconds for what comes before training, compilation apart.
       stall_timeout: seconds without an update before a worker counts as stuck.
@@ -73,8 +70,7 @@ class Peers:
         self._alone = not connections
         self._held = held
         self._gathers = 0
-        self._apart = ""
-        """What this worker does without the others, in words; "" while it does nothing of that kind."""
+        self._apart = ""  # what this worker does without the others, in words; "" while it does nothing of that kind
         if not self._alone:
             self._watch.start()
             atexit.register(self._at_exit)
@@ -101,14 +97,9 @@ class Peers:
             sock.close()
 
     def doing(self, phase: str, update: int | None = None) -> None:
-        """Records what this worker is about to do, for the detection of stalled workers.
+        """Records that a phase (see `heartbeat.State`) begins, after so many updates or as before, to detect stalls.
 
-        Args:
-          phase: see `heartbeat.State`.
-          update: updates made so far; as before if not given.
-
-        Raises:
-          UserError: all workers have a part in that phase, and this one is `apart`.
+        Raises UserError if all workers have a part in that phase, and this one is `apart`.
         """
         if phase in heartbeat.TOGETHER:
             self._needs_others()
@@ -128,8 +119,7 @@ class Peers:
     def apart(self, what: str) -> Iterator[None]:
         """Notes that this worker does something without the others meanwhile, which may take as long as saving does.
 
-        Args:
-          what: it is, for the message to who then calls something that needs all workers, which would wait for ever.
+        `what` tells who then calls something that needs all workers, which would wait for ever.
         """
         with self.during("saving"):
             self._apart, before = what, self._apart
@@ -149,17 +139,10 @@ class Peers:
         return contextlib.nullcontext() if self._alone else self._watch.seeing_signals()
 
     def gather(self, label: str, value: object = None) -> list[Any]:
-        """Waits until all workers have called this with the same label.
-
-        Args:
-          label: what this is about, for the message when workers are at different points.
-          value: this worker's; anything that JSON can hold.
-
-        Returns:
-          Every worker's value, in order of rank.
+        """Waits until all workers have called this with the same label; returns their values (JSON), in order of rank.
 
         Raises:
-          PeerError: a worker was lost meanwhile.
+          PeerError: a worker was lost meanwhile, or is at another label.
           UserError: this worker is `apart`.
         """
         if self._alone:
@@ -174,15 +157,7 @@ class Peers:
         return values
 
     def check_same(self, facts: Mapping[str, object], label: str) -> None:
-        """Compares what all workers must have alike: else their calls would not match, or examples be left out.
-
-        Args:
-          facts: what this worker has; anything that JSON can hold.
-          label: as for `gather`.
-
-        Raises:
-          UserError: on all workers, when one has other facts.
-        """
+        """Raises UserError on all workers if one has other facts: calls would not match, or examples be left out."""
         if self.size == 1:
             return
         problem = votes.difference(self.gather(label, facts), self.hosts)
@@ -200,10 +175,8 @@ class Peers:
         It is for work that leaves something on a disk, which may or may not be shared.
 
         Args:
-          work: what is to be done; its result.
-          offer: called with the result where there are other workers on the host. It returns the result, and a note
-            for them that JSON can hold, or None.
-          take: called on those others with that note. It returns the result, or None to do the work here.
+          offer: called with the result where the host has other workers; returns it with a note for them, or None.
+          take: called on those others with that note; returns the result, or None to do the work here.
         """
         if self.size == 1:
             return work()
@@ -232,12 +205,7 @@ class Peers:
         return PeerError(self.failure)
 
     def fail(self, message: str, code: int = 1) -> None:
-        """Tells the others that this worker stops with an error, for them to stop as well.
-
-        Args:
-          message: what went wrong, in a line.
-          code: exit code of this process.
-        """
+        """Tells the others in a line that this worker stops with an error, so that they do; it exits with `code`."""
         self._watch.acknowledged.set()
         if self._watch.code not in heartbeat.BY_SIGNAL:
             self._watch.code = code

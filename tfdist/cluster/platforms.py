@@ -15,30 +15,22 @@ from tfdist.cluster import env_vars
 from tfdist.cluster.addresses import checked_host
 from tfdist.errors import UserError, one_line
 
-PORT = 29500
-"""Port of node 0 where a platform names none; torchrun's."""
+PORT = 29500  # port of node 0 where a platform names none; torchrun's
 
 
 class PlatformNode(NamedTuple):
     """A node of a job, as its platform describes it."""
 
-    source: str
-    """The variable that counts the nodes, which identifies the platform in messages."""
+    source: str  # the variable that counts the nodes, which identifies the platform in messages
     nnodes: int
     node_rank: int
-    gpus: int = 0
-    """GPUs of each node; 0 if the platform names none."""
+    gpus: int = 0  # GPUs of each node; 0 if the platform names none
     addr: str = ""
-    port: int = 0
-    """Address of node 0; "" and 0 where a single node has none."""
+    port: int = 0  # address of node 0; "" and 0 where a single node has none
 
 
 def node(environ: Mapping[str, str]) -> PlatformNode | None:
-    """Finds the node that a platform's variables describe, or None without any.
-
-    Raises:
-      UserError: they are incomplete or make no sense, or those of two platforms disagree.
-    """
+    """Finds the node that a platform's variables describe, or None; raises UserError if they make no sense."""
     environ = env_vars.filled(environ)
     nodes = [node for read in (_mlp, _kubeflow, _sagemaker, _skypilot, _dlc) if (node := read(environ))]
     for one, other in itertools.pairwise(nodes):

@@ -27,16 +27,11 @@ from tfdist.cluster.peers import Peers
 from tfdist.config.messages import aside
 from tfdist.errors import UserError, printable
 
-RETRY_S = 0.1
-"""Seconds between two attempts to connect."""
-PATIENCE_S = 5.0
-"""Seconds before a worker's first line about who is missing."""
-REPEAT_S = 15.0
-"""Seconds between such lines."""
-CHECK_S = 0.5
-"""Seconds between checks that registered workers are still connected."""
-_MOST_REJECTIONS = 20
-"""Lines about rejected connections, after which there are no more."""
+RETRY_S = 0.1  # seconds between two attempts to connect
+PATIENCE_S = 5.0  # seconds before a worker's first line about who is missing
+REPEAT_S = 15.0  # seconds between such lines
+CHECK_S = 0.5  # seconds between checks that registered workers are still connected
+_MOST_REJECTIONS = 20  # lines about rejected connections, after which there are no more
 T = TypeVar("T")
 
 
@@ -78,17 +73,13 @@ ANSWER_TO_NODE = schema.named(welcome=schema.record(welcome=_HOST), refused=REFU
 class Member(NamedTuple):
     """What a worker or launcher sends when it registers."""
 
-    kind: str
-    """`worker` or `node` (a launcher)."""
+    kind: str  # `worker` or `node` (a launcher)
     rank: int
-    facts: Mapping[str, Any]
-    """What must be the same everywhere, by the name that messages give it."""
+    facts: Mapping[str, Any]  # what must be the same everywhere, by the name that messages give it
     host: str
     pid: int
-    address: str = ""
-    """`host:port` of a worker for TensorFlow; empty where the list of workers tells."""
-    nproc: int = 1
-    """Workers of a node."""
+    address: str = ""  # `host:port` of a worker for TensorFlow; empty where the list of workers tells
+    nproc: int = 1  # workers of a node
 
     @property
     def process(self) -> str:
@@ -96,12 +87,9 @@ class Member(NamedTuple):
         return f"{self.host}, process {self.pid}"
 
     def conflict(self, own: Member, registered: Member | None, size: float) -> UserError | None:
-        """Returns why this member cannot join the job of `own`, which has rank 0.
+        """Returns why this member cannot join the job of `own`, which has rank 0, with `size` members.
 
-        Args:
-          own: the member that decides.
-          registered: who has this rank already.
-          size: number of members.
+        `registered` is who has this rank already.
         """
         kind, name = own.kind, f"{self.kind} {self.rank}"
         for fact in [*own.facts, *(f for f in self.facts if f not in own.facts)]:
@@ -137,13 +125,9 @@ class Arrival(NamedTuple):
 
 
 class Registrar:
-    """Queues the members that register at a port, and rejects everything else.
+    """Queues the members of a `kind` that register at a listening socket, and rejects everything else.
 
-    Args:
-      listener: a listening socket.
-      secret: that members must know.
-      kind: of the members.
-      notify: called in another thread when there is something new.
+    `notify` is called in another thread when there is something new.
     """
 
     def __init__(self, listener: socket.socket, secret: str, kind: str, notify: Callable[[], object] = lambda: None):
@@ -211,13 +195,9 @@ def reach(
 
     Args:
       attempt: called with its time limit in seconds.
-      deadline: when to give up, by the monotonic clock.
+      deadline: when to give up, by the monotonic clock, with a NotReachedError.
       report: called with the error and the time after an attempt that has failed.
       hangups: attempts in a row that the other side may accept and not answer.
-
-    Raises:
-      NotReachedError: nothing answered before the deadline.
-      WireError: something else listens there, or a job with another secret.
     """
     unanswered = 0
     while True:
@@ -238,8 +218,7 @@ class Reminder:
     """Says from time to time who is missing."""
 
     def __init__(self, say: Callable[[str], object], deadline: float, first_s: float = 0.0):
-        self.next = time.monotonic() + first_s
-        """When the next line is due."""
+        self.next = time.monotonic() + first_s  # when the next line is due
         self._say, self._deadline = say, deadline
 
     def __call__(self, missing: str, now: float) -> None:
@@ -258,7 +237,6 @@ def meet(
     """Waits until all workers of the run have registered.
 
     Args:
-      cluster: who this worker is; `master` is the chief's address.
       facts: what must be the same everywhere, by name: versions, the experiment.
       start_timeout: seconds to wait for the others.
       stall_timeout: for `Peers`.
@@ -293,8 +271,7 @@ class _Places(NamedTuple):
     connections: dict[int, wire.Connection]
     hosts: tuple[str, ...]
     addresses: tuple[str, ...]
-    held: tuple[socket.socket, ...] = ()
-    """Sockets that reserve ports for TensorFlow."""
+    held: tuple[socket.socket, ...] = ()  # sockets that reserve ports for TensorFlow
 
 
 class _Registration:
@@ -304,8 +281,7 @@ class _Registration:
         self._cluster, self._own, self._start_timeout = cluster, own, start_timeout
         self._deadline = time.monotonic() + start_timeout
         self._remind = Reminder(aside.info, self._deadline, PATIENCE_S)
-        self.reported = False
-        """Whether the launcher knows which worker is missing."""
+        self.reported = False  # whether the launcher knows which worker is missing
 
     def _name(self, rank: int) -> str:
         """Returns how messages call a worker."""
@@ -392,11 +368,7 @@ class _Chief(_Registration):
         self._present[arrival.member.rank] = arrival
 
     def _call_back(self) -> None:
-        """Checks that each worker can be reached at its address in the list: TensorFlow would wait for it silently.
-
-        Raises:
-          UserError: one cannot.
-        """
+        """Checks that each worker can be reached at its address in the list: TensorFlow would wait for it silently."""
         for rank, arrival in self._present.items():
             address = self._cluster.addresses[rank]
             try:

@@ -17,27 +17,14 @@ class _Vote(NamedTuple):
 
 
 class Votes:
-    """Collects on the chief the values of each `Peers.gather`.
-
-    Args:
-      hosts: host name of each worker, by rank.
-    """
+    """Collects on the chief the values of each `Peers.gather`."""
 
     def __init__(self, hosts: Sequence[str]):
         self._hosts = hosts
         self._collected: dict[int, dict[int, _Vote]] = {}
 
     def cast(self, rank: int, number: int, label: str, value: object) -> list[object] | None:
-        """Adds one worker's value.
-
-        Args:
-          rank: of the worker.
-          number: the count of gathers before this one.
-          label: what the value is about.
-          value: anything that JSON can hold.
-
-        Returns:
-          All values in order of rank, once complete; None before.
+        """Adds one worker's value to a gather; returns all in order of rank once complete, else None.
 
         Raises:
           MismatchError: another worker uses another label for this gather.
@@ -100,8 +87,7 @@ def _differing(theirs: list[object], mine: list[object]) -> Iterator[tuple[objec
             yield value, expected
 
 
-ROUNDING = 1e-5
-"""Relative to the largest number of a list; ten times this relative to a number itself."""
+ROUNDING = 1e-5  # relative to the largest number of a list; ten times this relative to a number itself
 TURNS = 3
 
 

@@ -44,14 +44,9 @@ EXIT_S = 15.0
 
 
 class Watch:
-    """What this worker knows of the others, and the thread that keeps it up to date.
+    """What this worker knows of the others, and the thread that keeps it up to date; arguments are as in `Peers`.
 
     Args:
-      rank: this worker's.
-      hosts: host name of each worker, by rank.
-      connections: to other workers, by rank; none for a worker alone, which needs no thread.
-      start_timeout: as in `Peers`.
-      stall_timeout: as in `Peers`.
       last_words: called with `failure` when the process is ended from beside the main thread.
       on_loss: called on the chief when another worker has died or fallen silent.
     """
@@ -67,26 +62,19 @@ class Watch:
         on_loss: Callable[[], None] = lambda: None,
     ):
         now = time.monotonic()
-        self.failure = ""
-        """Why the run cannot go on, once a worker is lost."""
-        self.acknowledged = threading.Event()
-        """Set when the main thread handles the failure itself."""
-        self.code = 1
-        """Exit code of the process after a failure."""
-        self.finished = False
-        """Whether all workers have reached the end of the run."""
-        self.state = State("starting", 0, now)
-        """What this worker is doing."""
+        self.failure = ""  # why the run cannot go on, once a worker is lost
+        self.acknowledged = threading.Event()  # set when the main thread handles the failure itself
+        self.code = 1  # exit code of the process after a failure
+        self.finished = False  # whether all workers have reached the end of the run
+        self.state = State("starting", 0, now)  # what this worker is doing
         self.signals: list[ReceivedSignal] = []
-        self.gone: set[int] = set()
-        """Ranks that have disconnected."""
+        self.gone: set[int] = set()  # ranks that have disconnected
         self.start_timeout, self._stall_timeout = start_timeout, stall_timeout
         self._rank, self._hosts, self._last_words, self._on_loss = rank, hosts, last_words, on_loss
         self._connections = dict(connections)
         self._states = dict.fromkeys(connections, self.state)
         self._longest_call = 0.0
-        self._died = False
-        """Whether the failure is that a worker has died or fallen silent, without giving a reason."""
+        self._died = False  # whether the failure is that a worker has died or fallen silent, without giving a reason
         self._votes = votes.Votes(hosts)
         self._gathered: dict[int, list[Any]] = {}
         self._changed = threading.Condition()

@@ -23,17 +23,12 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-Message: TypeAlias = dict[str, Any]
-"""A JSON object."""
+Message: TypeAlias = dict[str, Any]  # A JSON object
 VERSION = 1
-HANDSHAKE_S = 5.0
-"""Time limit of the handshake: a port scanner must not delay a job."""
-LONGEST = 1 << 24
-"""Bytes of the longest message."""
-LONGEST_UNAUTHENTICATED = 1 << 12
-"""Bytes of the longest message before the handshake has ended."""
-DEEPEST = 64
-"""Deepest nesting of a message: Python's own parser raises a RecursionError, much later."""
+HANDSHAKE_S = 5.0  # time limit of the handshake: a port scanner must not delay a job
+LONGEST = 1 << 24  # bytes of the longest message
+LONGEST_UNAUTHENTICATED = 1 << 12  # bytes of the longest message before the handshake has ended
+DEEPEST = 64  # deepest nesting of a message: Python's own parser raises a RecursionError, much later
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _PROOF = re.compile(r"([0-9a-f]{64})?")
@@ -67,8 +62,7 @@ class UnreachableError(WireError):
 
     def __init__(self, error: OSError):
         super().__init__(str(error.strerror or error).lower())
-        self.closed = isinstance(error, ConnectionRefusedError)
-        """The host answers, but nothing listens at the port."""
+        self.closed = isinstance(error, ConnectionRefusedError)  # the host answers, but nothing listens at the port
         self.timed_out = isinstance(error, TimeoutError)
 
 
@@ -78,12 +72,9 @@ class Connection:
     def __init__(self, sock: socket.socket):
         self.reader: Callable[[object], Message] = lambda message: message  # type: ignore[assignment, return-value]
         """Checks a message that `read` returns (see `schema`)."""
-        self.heard = time.monotonic()
-        """When something last arrived."""
-        self.lost: WireError | None = None
-        """Why `read` will return no more, once that is so."""
-        self.longest = LONGEST_UNAUTHENTICATED
-        """Bytes of the longest message that is accepted."""
+        self.heard = time.monotonic()  # when something last arrived
+        self.lost: WireError | None = None  # why `read` will return no more, once that is so
+        self.longest = LONGEST_UNAUTHENTICATED  # bytes of the longest message that is accepted
         self._socket = sock
         self._buffer = bytearray()
         self._sending = threading.Lock()
@@ -100,11 +91,7 @@ class Connection:
         return self._socket.getsockname()[0]
 
     def send(self, message: Message) -> None:
-        """Sends a message.
-
-        Raises:
-          ClosedError: the peer has disconnected.
-        """
+        """Sends a message; raises ClosedError if the peer has disconnected."""
         data = json.dumps(message).encode() + b"\n"
         try:
             with self._sending:
@@ -128,14 +115,7 @@ class Connection:
             return False
 
     def receive(self, timeout: float | None = None) -> Message:
-        """Waits for the next message.
-
-        Args:
-          timeout: in seconds; None waits for ever.
-
-        Raises:
-          WireError: end of the connection, silence, or no JSON object.
-        """
+        """Waits for the next message, at most so many seconds, or for ever; raises WireError if none comes."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self.pending():
             left = None if end is None else max(0.0, end - time.monotonic())
@@ -197,11 +177,7 @@ class Connection:
 
 
 def _readable(sock: socket.socket, timeout: float | None) -> bool:
-    """Waits until there is something to read, or the end of the connection; `select` knows no descriptor above 1023.
-
-    Raises:
-      OSError: the socket is closed.
-    """
+    """Waits until there is something to read, or the end of the connection; `select` knows no descriptor above 1023."""
     if sock.fileno() < 0:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     poll = select.poll()
@@ -210,11 +186,7 @@ def _readable(sock: socket.socket, timeout: float | None) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens a listening socket on one address of this machine, not on all of them.
-
-    Raises:
-      OSError: the address is not of this machine, or the port is taken.
-    """
+    """Opens a listening socket on one address of this machine, not on all of them; raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -228,11 +200,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def connect(host: str, port: int, secret: str = "", timeout: float = HANDSHAKE_S) -> Connection:
-    """Opens a connection and performs the handshake.
-
-    Raises:
-      WireError: nothing listens there, or no tfdist process that knows the secret.
-    """
+    """Opens a connection and performs the handshake; raises WireError."""
     try:
         connection = Connection(socket.create_connection((host, port), timeout))
     except OSError as error:
@@ -252,11 +220,7 @@ def connect(host: str, port: int, secret: str = "", timeout: float = HANDSHAKE_S
 
 
 def accept(sock: socket.socket, secret: str = "") -> Connection:
-    """Performs the handshake on a socket that a listener has accepted.
-
-    Raises:
-      WireError: the other side is no tfdist process that knows the secret.
-    """
+    """Performs the handshake on a socket that a listener has accepted; raises WireError."""
     connection = Connection(sock)
     mine = secrets.token_hex(16)
     try:
@@ -318,12 +282,10 @@ def _secret_bytes(secret: str) -> bytes:
     return secret.encode("utf-8", "surrogateescape")
 
 
-AT_ONCE = 64
-"""Most simultaneous handshakes."""
+AT_ONCE = 64  # most simultaneous handshakes
 _RETRY_S = 1.0
 """Longest wait before the next attempt to accept while this process has no descriptor, thread or memory for it."""
-_CLOSED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
-"""Errors of `accept` on a listening socket that was closed."""
+_CLOSED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)  # errors of `accept` on a listening socket that was closed
 
 
 class Acceptor:
@@ -332,14 +294,8 @@ class Acceptor:
     An unknown program may hold a connection for as long as a handshake may take, and open many. So that nobody waits
     for a slot, a new connection takes that of the longest handshake from the address that holds the most. Handshakes
     take at most a quarter of this process' descriptors; if none is left all the same, the slowest is dropped too, and
-    the port stays open.
-
-    Args:
-      listener: a listening socket.
-      secret: that clients must know.
-      admit: called in that thread with each authenticated connection and its address.
-      reject: called there with the address of one that failed, and the reason.
-      at_once: most simultaneous handshakes.
+    the port stays open. `admit` is called in that thread with each authenticated connection and its address, `reject`
+    with the address of one that failed, and the reason.
     """
 
     def __init__(
@@ -355,11 +311,9 @@ class Acceptor:
             at_once = min(at_once, max(1, descriptors // 4))
         self._listener, self._secret, self._at_once = listener, secret, at_once
         self._admit, self._reject = admit, reject
-        self._handshakes: dict[socket.socket, str] = {}
-        """Sockets in a handshake, oldest first, each with its address."""
+        self._handshakes: dict[socket.socket, str] = {}  # sockets in a handshake, oldest first, each with its address
         self._lock = threading.Lock()
-        self._released = threading.Event()
-        """Set when a handshake has ended, and when the port is closed."""
+        self._released = threading.Event()  # set when a handshake has ended, and when the port is closed
         threading.Thread(target=self._accept, name="acceptor", daemon=True).start()
 
     def close(self) -> None:

@@ -10,11 +10,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-GRACE_S = 5.0
-"""From SIGTERM to SIGKILL: a worker inside TensorFlow's constructor never sees the first."""
+GRACE_S = 5.0  # from SIGTERM to SIGKILL: a worker inside TensorFlow's constructor never sees the first
 _PR_SET_PDEATHSIG = 1
-_KILL_S = 1.0
-"""Seconds until a process that was killed counts as one that cannot be."""
+_KILL_S = 1.0  # seconds until a process that was killed counts as one that cannot be
 
 
 def end_with_the_parent() -> Callable[[], None] | None:
@@ -36,11 +34,7 @@ def end_with_the_parent() -> Callable[[], None] | None:
 def answer(
     command: Sequence[str], timeout: float, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str] | None:
-    """Runs a program that asks a driver; returns None if it does not answer within so many seconds.
-
-    Raises:
-      OSError: it cannot be started.
-    """
+    """Runs a program that asks a driver; returns None if it does not end in time; OSError if it cannot start."""
     process = subprocess.Popen(
         command,
         env=environ,

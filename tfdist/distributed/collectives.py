@@ -14,15 +14,9 @@ they start while the backward pass still computes, and are not copied into a buc
 def bucketed(
     tensors: list[tf.Tensor], reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]], bucket_bytes: int = BUCKET_BYTES
 ) -> list[tf.Tensor]:
-    """Sums tensors through `reduce`, the small ones of each dtype in buckets.
+    """Sums dense tensors of static shape through `reduce`, the small ones of each dtype in buckets of about this size.
 
-    Args:
-      tensors: dense tensors of static shape.
-      reduce: all-reduces a list of tensors.
-      bucket_bytes: tensors below this size share buckets of about this size; 0 sends each alone.
-
-    Returns:
-      The sums, in the order of `tensors`.
+    With `bucket_bytes=0` each goes alone.
     """
     alone: list[int] = []
     buckets: list[list[int]] = []
@@ -87,10 +81,8 @@ def shrunk(gradients: list[tf.Tensor], dtype: str) -> list[tf.Tensor]:
 def sum_in_order(tensors: list[tf.Tensor]) -> tf.Tensor:
     """Adds up tensors of one shape and type, always from first to last.
 
-    `tf.add_n` begins with whichever tensor's memory it may reuse, so which
-    comes first depends on who else still reads them at that moment: three
-    replicas gave another last bit now and then, and a bias that only rounding
-    moves became another number. Of two the order makes no difference.
+    `tf.add_n` begins with whichever tensor's memory it may reuse, which depends on who else still reads them at that
+    moment: three replicas gave another last bit now and then. Of two the order makes no difference.
     """
     if len(tensors) < 3:
         return tf.add_n(tensors)

@@ -44,11 +44,7 @@ class Placement:
 
 
 def locate(options: PlacementOptions) -> Placement:
-    """Looks at GPUs and environment variables and chooses a strategy; takes no device.
-
-    Raises:
-      UserError: what was asked for cannot run here.
-    """
+    """Looks at GPUs and environment variables and chooses a strategy; takes no device. Raises UserError."""
     keras_backend.check(os.environ)
     unusable = tpu_host.unusable()
     if unusable:
@@ -65,15 +61,10 @@ def locate(options: PlacementOptions) -> Placement:
 
 
 def create(placement: Placement, facts: Mapping[str, str] | None = None) -> Distribution:
-    """Starts TensorFlow on the chosen devices, once all workers have met.
-
-    Args:
-      placement: what `locate` has found.
-      facts: what must be the same on all workers, by name.
+    """Starts TensorFlow on the chosen devices, once all workers have met with the same `facts`, by name.
 
     Raises:
-      UserError: TensorFlow does not see the devices, or was started before; or
-        the workers did not all come, or differ.
+      UserError: TensorFlow does not see the devices, or was started before; or the workers did not all come, or differ.
     """
     where, name, workers = placement.options, placement.choice.name, placement.cluster
     late = cpu_kernels.is_imported()
@@ -160,10 +151,7 @@ def _start(placement: Placement, facts: Mapping[str, str], peers: Peers) -> Dist
 def _tried(placement: Placement) -> UserError | None:
     """Tries elsewhere to start a TPU of which no device is seen here; returns why `auto` has to go on without.
 
-    Before this process imports TensorFlow, which takes seconds.
-
-    Raises:
-      UserError: it does not start, and somebody has asked for it.
+    Before this process imports TensorFlow, which takes seconds. Raises UserError if somebody has asked for the TPU.
     """
     where = placement.options
     if where.tpu != "local" or tpu_host.has_device():
@@ -181,11 +169,7 @@ def _tried(placement: Placement) -> UserError | None:
 
 
 def _tpu(placement: Placement, devices: tf_devices.Devices, jit: str, refused: UserError | None) -> Distribution:
-    """Starts a TPU; where `auto` has found a sign of one and it does not start, what there is besides.
-
-    Args:
-      refused: why it would not start, if that is known.
-    """
+    """Starts a TPU, unless it is known to be `refused`; under `auto`, what there is besides where it does not start."""
     where = placement.options
     sign = where.tpu != "local" or tpu_host.hint(os.environ)
     limit = where.start_timeout if sign else min(where.start_timeout, tpu.WITHOUT_A_SIGN_S)
@@ -215,8 +199,7 @@ def _versions(strategy: str) -> dict[str, str]:
 
 _CONNECTED: dict[tuple[PlacementOptions, str, discovery.Cluster], Distribution] = {}
 """Results of `connect` by its arguments."""
-_IN_ORDER: list[Distribution] = []
-"""The same, the latest one last."""
+_IN_ORDER: list[Distribution] = []  # the same, the latest one last
 
 
 def connect(strategy: str = "auto", **environment: Any) -> Distribution:
@@ -255,9 +238,6 @@ def current(strategy: tf.distribute.Strategy) -> Distribution:
 
     It is the connected one under whose scope the model was created; of a model that was created under none, the latest
     one, which then refuses it: training on one device of the many that were connected would be a surprise.
-
-    Args:
-      strategy: under which the model was created.
     """
     import tensorflow as tf
 

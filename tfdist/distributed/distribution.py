@@ -20,10 +20,8 @@ T = TypeVar("T")
 class Distribution:
     """A strategy that has been started.
 
-    `run`, `local`, `average` and `broadcast` are called in cross-replica
-    context, `all_sum` and `replica_id` inside the function given
-    to `run`. On one replica every one of them is the identity, so callers never
-    ask whether they are distributed.
+    `run`, `local`, `average` and `broadcast` are called in cross-replica context, `all_sum` and `replica_id` inside the
+    function given to `run`. On one replica every one is the identity: callers never ask whether they are distributed.
     """
 
     name: str

@@ -43,8 +43,7 @@ class Survey:
     """All GPUs of the machine in the driver's order (PCI), and what went wrong while asking."""
 
     gpus: tuple[DriverGPU, ...] = ()
-    problem: str = ""
-    """Why the list is empty or short, in words for a person; empty if nothing is wrong."""
+    problem: str = ""  # why the list is empty or short, in words for a person; empty if nothing is wrong
 
 
 def survey(timeout: float = TIMEOUT_S) -> Survey:
@@ -83,12 +82,7 @@ def _by_library(timeout: float) -> Survey | None:
 
 
 def _by_program(deadline: float, limit: float) -> Survey | None:
-    """Asks nvidia-smi; returns None if it is not there.
-
-    Args:
-      deadline: until when it may answer, by `time.monotonic`.
-      limit: seconds that all who are asked have together.
-    """
+    """Asks nvidia-smi, until `deadline` of `limit` seconds in all; returns None if it is not there."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -137,11 +131,7 @@ def _number(text: str) -> float:
 def least_used(gpus: tuple[DriverGPU, ...], count: int) -> tuple[DriverGPU, ...]:
     """Returns the `count` least used GPUs, by memory and then load, in order of their numbers.
 
-    GPUtil's `getAvailability` says which are fit for use; those whose state the
-    driver does not tell come last instead of never.
-
-    Raises:
-      UserError: fewer than `count` GPUs.
+    GPUtil's `getAvailability` says which are fit for use; those whose state is unknown come last instead of never.
     """
     if count > len(gpus):
         raise UserError(f"--devices=idle:{count} asks for {count} GPUs, found {len(gpus)}", "ask for fewer")
@@ -173,10 +163,8 @@ class Selection:
     """The GPUs this process shall use, before TensorFlow has seen any."""
 
     gpus: tuple[DriverGPU, ...]
-    visible: str | None
-    """Value for CUDA_VISIBLE_DEVICES, or None to leave it as it is."""
-    opaque: bool = False
-    """CUDA_VISIBLE_DEVICES names MIG slices, which nvidia-smi's list of GPUs cannot number."""
+    visible: str | None  # value for CUDA_VISIBLE_DEVICES, or None to leave it as it is
+    opaque: bool = False  # CUDA_VISIBLE_DEVICES names MIG slices, which nvidia-smi's list of GPUs cannot number
 
     def describe(self) -> str:
         """Returns the map from the driver's numbers to TensorFlow's, for people bitten by renumbering."""
@@ -184,12 +172,7 @@ class Selection:
 
 
 def select(devices: str, listed: Survey, environ: Mapping[str, str]) -> Selection:
-    """Applies `--devices` to what the driver lists, within an inherited CUDA_VISIBLE_DEVICES.
-
-    Args:
-      devices: the flag's value: `all`, `none`, `0,3` or `idle:2`.
-      listed: what `survey` returned.
-      environ: the process environment.
+    """Applies `--devices` (`all`, `none`, `0,3` or `idle:2`) to what the driver lists, within CUDA_VISIBLE_DEVICES.
 
     Raises:
       UserError: a number that does not exist or is hidden, or too few GPUs.
@@ -229,10 +212,7 @@ def _by_number(number: int, listed: Survey, usable: tuple[DriverGPU, ...], inher
 
 
 def _inherited(gpus: tuple[DriverGPU, ...], visible: str | None, order: str | None) -> tuple[DriverGPU, ...] | None:
-    """Returns the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; None if it cannot be mapped.
-
-    CUDA ends the list at the first entry that it does not know.
-    """
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES leaves, up to the first unknown entry; None for MIG slices."""
     if visible is None:
         return gpus
     left: list[DriverGPU] = []
@@ -258,8 +238,7 @@ def _inherited(gpus: tuple[DriverGPU, ...], visible: str | None, order: str | No
 def share(selection: Selection, local_rank: int, local_size: int) -> Selection:
     """Returns the part of a host's GPUs that belongs to one of its workers.
 
-    Where there are fewer GPUs than workers, whoever started them has already
-    given each its own (srun --gpus-per-task does), and `selection` is returned.
+    With fewer GPUs than workers, each was given its own already (by srun --gpus-per-task), and keeps it.
     """
     count = len(selection.gpus) // local_size
     if local_size == 1 or not count:

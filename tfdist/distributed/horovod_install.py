@@ -24,8 +24,7 @@ class TensorFlow:
     """The installed TensorFlow; an empty version if there is none."""
 
     version: str = ""
-    build: str = ""
-    """Tells builds of one version apart: a digest of its libraries, empty if pip did not record them."""
+    build: str = ""  # tells builds of one version apart: a digest of its libraries, empty if pip did not record them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,10 +32,8 @@ class Build:
     """Target and operations of a build of Horovod."""
 
     tensorflow: TensorFlow
-    python: str
-    """Suffix of extension modules, which names the Python and the machine."""
-    operations: tuple[str, ...]
-    """`Gloo` and, where built, `MPI` and `NCCL`."""
+    python: str  # suffix of extension modules, which names the Python and the machine
+    operations: tuple[str, ...]  # `Gloo` and, where built, `MPI` and `NCCL`
     horovod: str = VERSION
 
     def serves(self, wanted: Build) -> bool:
@@ -83,8 +80,7 @@ def installed() -> Build | None:
 def problem() -> str:
     """Returns why Horovod cannot be used with the installed TensorFlow, and the fix; "" if nothing is wrong.
 
-    A Horovod that was installed by other means is taken as it is, unless its own
-    record names another TensorFlow.
+    A Horovod that was installed by other means is taken as it is, unless its record names another TensorFlow.
     """
     here, folder = tensorflow(), _folder()
     if not here.version:

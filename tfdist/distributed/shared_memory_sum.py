@@ -26,12 +26,9 @@ from tfdist.cluster import addresses
 from tfdist.cluster.peers import Peers
 from tfdist.config import host_memory
 
-PIECE = 1 << 18
-"""Bytes of a slot."""
-MOST = 8
-"""Workers. Each reads what all have written; beyond, a ring moves less."""
-_LINE = 64
-"""Bytes that a processor sends another one at a time; and the alignment that TensorFlow wants of an array."""
+PIECE = 1 << 18  # bytes of a slot
+MOST = 8  # workers. Each reads what all have written; beyond, a ring moves less.
+_LINE = 64  # bytes that a processor sends another one at a time; and the alignment that TensorFlow wants of an array
 _HEADER = 1 << 12
 _LOOKS = 2000
 """Looks at what another worker has done, about 100 microseconds, before this one lets others have the processor."""
@@ -49,9 +46,7 @@ class OutOfStepError(RuntimeError):
 class SharedMemorySum:
     """Sums arrays over workers that all call it for the same arrays in the same order.
 
-    Args:
-      peers: the workers.
-      memory: of `_bytes(peers.size)` bytes, which all have in common, all zero but for its first `_LINE`.
+    `memory` has `_bytes(peers.size)` bytes, which all have in common, all zero but for its first `_LINE`.
     """
 
     def __init__(self, peers: Peers, memory: mmap.mmap):
@@ -69,14 +64,10 @@ class SharedMemorySum:
         self._lock = threading.Lock()
 
     def sum(self, key: int, array: np.ndarray) -> np.ndarray:
-        """Sums an array over the workers.
+        """Sums a contiguous array, of one shape and type on all workers; uses memory again that nobody holds.
 
         Args:
           key: what this array is; the same on all workers, and another one for another array.
-          array: of numbers, contiguous, of the same shape and type on all workers.
-
-        Returns:
-          The sum, whose memory is used again when nobody holds it any more.
 
         Raises:
           OutOfStepError: another worker sums something else.
@@ -154,13 +145,7 @@ def _bytes(workers: int) -> int:
 
 
 def between(peers: Peers) -> SharedMemorySum | None:
-    """Returns what sums over the workers; None if they are not on one host, or cannot have memory in common.
-
-    All workers call this.
-
-    Raises:
-      PeerError: a worker was lost meanwhile.
-    """
+    """Returns what sums over the workers, which all call this; None if they cannot have memory in common."""
     hosts = {addresses.split(address).host for address in peers.addresses}
     if not 2 <= peers.size <= MOST or len(hosts) > 1 or len(set(peers.hosts)) > 1:
         return None

@@ -18,22 +18,13 @@ class StrategyChoice:
 
     name: str
     reason: str
-    replicas: int
-    """Replicas in this process, as far as known without TensorFlow."""
+    replicas: int  # replicas in this process, as far as known without TensorFlow
 
 
 def choose(
     options: PlacementOptions, selection: Selection, cluster: Cluster, environ: Mapping[str, str]
 ) -> StrategyChoice:
-    """Applies the rules of `--strategy=auto`, or checks an explicit choice.
-
-    Args:
-      selection: the GPUs that this process may use.
-      cluster: the workers.
-
-    Raises:
-      UserError: the strategy cannot run here; the message says what it needs.
-    """
+    """Applies the rules of `--strategy=auto`, or checks an explicit choice; raises UserError if it cannot run here."""
     virtual = options.virtual_devices
     devices = virtual or max(1, len(selection.gpus))
     what = f"{virtual} virtual CPU devices" if virtual else f"{len(selection.gpus)} GPUs" if selection.gpus else "1 CPU"
@@ -98,15 +89,7 @@ def _check_tpu(options: PlacementOptions, cluster: Cluster) -> None:
 
 
 def check_visible(selection: Selection, seen: int, options: PlacementOptions, said: str) -> None:
-    """Refuses to train on the CPU in silence when the driver has GPUs that TensorFlow does not see.
-
-    Args:
-      seen: how many GPUs TensorFlow lists.
-      said: what TensorFlow printed while it looked for them.
-
-    Raises:
-      UserError: TensorFlow sees fewer than were selected.
-    """
+    """Refuses to train on the CPU in silence when TensorFlow sees fewer GPUs than were selected, and says why."""
     wanted = len(selection.gpus)
     if seen >= wanted:
         return

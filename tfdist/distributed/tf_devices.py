@@ -47,14 +47,10 @@ class Devices:
 
 
 def prepare(options: PlacementOptions, survey: gpus.Survey, selection: gpus.Selection, local_size: int = 1) -> Devices:
-    """Configures TensorFlow for this process.
-
-    Args:
-      local_size: workers on this host, which share its cores.
+    """Configures TensorFlow for this process, of which there are `local_size` on this host to share its cores.
 
     Raises:
-      UserError: GPUs that TensorFlow does not see, or a process that has
-        already started TensorFlow with other settings.
+      UserError: TensorFlow does not see the GPUs, or has already started in this process with other settings.
     """
     if not (options.virtual_devices and not survey.gpus):
         gpus.apply(selection)
@@ -89,8 +85,7 @@ class Started(NamedTuple):
 
     tf: ModuleType
     gpus: list[tf.config.PhysicalDevice]
-    printed: str
-    """Its output meanwhile, which tells why it does not see a GPU."""
+    printed: str  # its output meanwhile, which tells why it does not see a GPU
 
 
 def start() -> Started:
@@ -115,15 +110,7 @@ def _configure(action: Callable[[], object], what: str) -> None:
 
 
 def check_starts(compiles: bool, environ: Mapping[str, str]) -> None:
-    """Makes sure that TensorFlow can be started; does nothing where neither a variable nor a limit is set.
-
-    Args:
-      compiles: whether XLA will be used.
-      environ: the variables of this process.
-
-    Raises:
-      UserError: it would end this process.
-    """
+    """Raises UserError if TensorFlow, and XLA if it `compiles`, would end this process, for a variable or a limit."""
     names = [name for name in (*_ALWAYS_READ, *(["XLA_FLAGS"] if compiles else [])) if environ.get(name)]
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:

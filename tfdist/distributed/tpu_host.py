@@ -118,10 +118,7 @@ def prepare(environ: MutableMapping[str, str]) -> None:
 
 
 def keep_from_asking(environ: MutableMapping[str, str]) -> None:
-    """Keeps libtpu, which TensorFlow for TPUs loads at its import, from asking the Cloud about a TPU of this machine.
-
-    Where nobody answers, it asks thirty times for each variable. Where there is a sign of a TPU, it shall ask.
-    """
+    """Keeps libtpu from asking the Cloud about a TPU, thirty times per variable, where there is no sign of one."""
     if any(map(_version, _WHEELS)) and not hint(environ):
         environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 

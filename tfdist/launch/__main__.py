@@ -31,20 +31,16 @@ _OWN = ("devices", "workdir", "threads", "progress", "start_timeout", "stall_tim
 class _TrainFlags(NamedTuple):
     """The flags of `tfdist.train`, parsed."""
 
-    experiment: dict[str, Any]
-    """Fields of the experiment, by dotted name."""
-    where: dict[str, Any]
-    """Fields of the environment."""
-    workdir: str
-    """The run folder."""
+    experiment: dict[str, Any]  # fields of the experiment, by dotted name
+    where: dict[str, Any]  # fields of the environment
+    workdir: str  # the run folder
 
 
 class _Shares(NamedTuple):
     """The workers of this machine."""
 
     nproc: int
-    variables: tuple[Mapping[str, str], ...]
-    """By which each worker gets its part of the GPUs."""
+    variables: tuple[Mapping[str, str], ...]  # by which each worker gets its part of the GPUs
 
 
 class _Parser(argparse.ArgumentParser):

@@ -23,12 +23,9 @@ from tfdist.launch.event_loop import Events, Screen
 from tfdist.launch.failure_policy import AttemptOutcome, NodeExit
 from tfdist.launch.node_link import NodeLink
 
-EXIT_WAIT_S = 3.0
-"""Time for the other launchers to receive the last message."""
-_RECORDED = 50
-"""Most attempts that the chief records."""
-_POLL_S = 2.0
-"""Longest wait for an event."""
+EXIT_WAIT_S = 3.0  # time for the other launchers to receive the last message
+_RECORDED = 50  # most attempts that the chief records
+_POLL_S = 2.0  # longest wait for an event
 
 
 class NodeEvent(NamedTuple):
@@ -45,11 +42,7 @@ class _Stopped(Exception):  # noqa: N818  an event and no error
 def run(plan: node_agent.LaunchPlan, events: Events, screen: Screen) -> int:
     """Runs this node's launcher; in an elastic job the one that can listen at `plan.nodes.addr` is node 0.
 
-    Returns:
-      The exit code.
-
-    Raises:
-      UserError: node 0 cannot listen there, or cannot be reached there, or refuses this node.
+    Returns the exit code; raises UserError if node 0 cannot listen or be reached there, or refuses this node.
     """
     if plan.nodes.rank <= 0:
         try:
@@ -66,11 +59,7 @@ class Coordinator:
     """All of a launch, from beginning to end."""
 
     def __init__(self, plan: node_agent.LaunchPlan, events: Events, screen: Screen):
-        """Listens for the other nodes, if there are any.
-
-        Raises:
-          UserError: that is not possible at --master_addr and --master_port.
-        """
+        """Listens for the other nodes, if there are any; raises UserError if that is not possible."""
         self._plan, self._nodes, self._events, self._screen = plan, plan.nodes, events, screen
         self._agent = node_agent.NodeAgent(plan, events, screen)
         self._folder = bucket_folder.opened(plan.workdir, writes=True) if plan.workdir else None
@@ -78,23 +67,16 @@ class Coordinator:
         self._agent.folder = self._folder
         self._own = node_agent.member(plan)
         self._links: dict[int, NodeLink] = {}
-        self._dismissed: list[NodeLink] = []
-        """Links to nodes that have left, until they have read so."""
-        self._joined: dict[int, float] = {}
-        """When the nodes registered that take no part in an attempt yet."""
-        self._numbered = 0
-        """Nodes of an elastic job that have ever registered; each keeps its number."""
-        self._taking_part: tuple[int, ...] = ()
-        """Nodes of the attempt in progress."""
-        self._trusted: set[int] = set()
-        """Nodes that have ever taken part."""
+        self._dismissed: list[NodeLink] = []  # links to nodes that have left, until they have read so
+        self._joined: dict[int, float] = {}  # when the nodes registered that take no part in an attempt yet
+        self._numbered = 0  # nodes of an elastic job that have ever registered; each keeps its number
+        self._taking_part: tuple[int, ...] = ()  # nodes of the attempt in progress
+        self._trusted: set[int] = set()  # nodes that have ever taken part
         self._pending: list[NodeEvent] = []
         self._heartbeats = node_link.Heartbeats()
         self._launch = secrets.token_hex(8)
-        self._attempts: list[list] = []
-        """Number of nodes and workers, end, and its time, of each attempt so far."""
-        self._grow_at = math.inf
-        """When waiting nodes join, whatever happens."""
+        self._attempts: list[list] = []  # number of nodes and workers, end, and its time, of each attempt so far
+        self._grow_at = math.inf  # when waiting nodes join, whatever happens
         self._registrar: Registrar | None = None
         if plan.nodes.max > 1:
             self._registrar = Registrar(
@@ -102,10 +84,7 @@ class Coordinator:
             )
 
     def run(self) -> int:
-        """Runs attempt after attempt.
-
-        Returns:
-          The exit code.
+        """Runs attempt after attempt; returns the exit code.
 
         Raises:
           UserError: a node does not come or conflicts, or another run has the run folder; the other nodes know it too.

@@ -25,8 +25,7 @@ class Events:
     """
 
     def __init__(self):
-        self.signals: list[str] = []
-        """Names of received signals that have not been handled yet."""
+        self.signals: list[str] = []  # names of received signals that have not been handled yet
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
         for end in (self._woken, self._wake):

@@ -12,38 +12,28 @@ from tfdist.cluster.wire import Message
 from tfdist.launch import node_agent
 from tfdist.launch.worker_process import Exit
 
-STOP_S = 30.0
-"""From the signal that asks the workers to stop to SIGKILL."""
-GROW_S = 300.0
-"""The same when they stop for a node that has joined: nothing is urgent."""
-BLAME_S = 2.0
-"""How long a worker that stopped only because another was lost waits for that one to be found."""
-FINAL = (0, 2, 130, 143)
-"""Exit codes after which a restart would end the same way, or is not wanted."""
+STOP_S = 30.0  # from the signal that asks the workers to stop to SIGKILL
+GROW_S = 300.0  # the same when they stop for a node that has joined: nothing is urgent
+BLAME_S = 2.0  # how long a worker that stopped only because another was lost waits for that one to be found
+FINAL = (0, 2, 130, 143)  # exit codes after which a restart would end the same way, or is not wanted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cause:
     """Why an attempt has failed."""
 
-    code: int
-    """Exit code for all launchers."""
+    code: int  # exit code for all launchers
     text: str
-    lines: tuple[str, ...] = ()
-    """Last lines of the worker."""
-    weak: bool = False
-    """A consequence of something else, as the worker itself reports."""
-    node: int = 0
-    """Where it was reported."""
-    error: str = ""
-    """The worker's own error."""
+    lines: tuple[str, ...] = ()  # last lines of the worker
+    weak: bool = False  # A consequence of something else, as the worker itself reports
+    node: int = 0  # where it was reported
+    error: str = ""  # the worker's own error
 
 
 class NodeExit(NamedTuple):
     """The end of a node that leaves while the others go on."""
 
-    code: int
-    """Exit code of its launcher."""
+    code: int  # exit code of its launcher
     line: str
 
     @classmethod
@@ -62,32 +52,23 @@ class AttemptOutcome:
     """
 
     def __init__(self, nodes: Mapping[int, str], elastic: bool = False, new: Collection[int] = ()):
-        self.busy = set(nodes)
-        """Nodes on which workers of this attempt may live."""
+        self.busy = set(nodes)  # nodes on which workers of this attempt may live
         self.cause: Cause | None = None
-        self.since = math.inf
-        """When the first event happened that has ended the attempt, except the end of the program."""
-        self.leaving: dict[int, NodeExit] = {}
-        """Nodes that leave the job."""
-        self._change = ""
-        """Why the next attempt has other nodes."""
+        self.since = math.inf  # when the first event happened that has ended the attempt, except the end of the program
+        self.leaving: dict[int, NodeExit] = {}  # nodes that leave the job
+        self._change = ""  # why the next attempt has other nodes
         self._nodes, self._elastic, self._new = dict(nodes), elastic, sorted(new)
-        self._reporter = 0
-        """Node of the last event."""
+        self._reporter = 0  # node of the last event
         self._chief_done = self._some_done = False
         """Whether the chief, or any worker, has reached the end of the program."""
-        self._preempted = False
-        """Whether a worker was stopped by a signal of its own."""
-        self._stopping = False
-        """Whether the whole job is to stop."""
-        self._stop_sent = False
-        """Whether the workers were asked to stop, for whatever reason."""
+        self._preempted = False  # whether a worker was stopped by a signal of its own
+        self._stopping = False  # whether the whole job is to stop
+        self._stop_sent = False  # whether the workers were asked to stop, for whatever reason
         self._ending = False
         self._forced = 0
         self._stuck = False
         self._stubborn: list[str] = []
-        self._noticed: dict[int, Exit] = {}
-        """Workers that stopped because they lost another one, by rank."""
+        self._noticed: dict[int, Exit] = {}  # workers that stopped because they lost another one, by rank
         self._signaled: set[int] = set()
         self._decide_at = self._kill_at = self._give_up_at = math.inf
         self._orders: list[Message] = []

@@ -12,43 +12,30 @@ from tfdist.cluster import discovery, platforms
 from tfdist.cluster.addresses import is_loopback
 from tfdist.errors import UserError
 
-PORT = platforms.PORT
-"""Default of --master_port."""
-JOIN_S, SCALE_S = 30.0, 10.0
-"""Default of --join_timeout and of --scale_wait."""
+PORT = platforms.PORT  # default of --master_port
+JOIN_S, SCALE_S = 30.0, 10.0  # default of --join_timeout and of --scale_wait
 _MOST = 100_000
-_ELASTIC = ("join_timeout", "rejoin_timeout", "scale_wait")
-"""Flags of elastic jobs."""
+_ELASTIC = ("join_timeout", "rejoin_timeout", "scale_wait")  # flags of elastic jobs
 
 
 class Waits(NamedTuple):
     """How long an elastic job waits for nodes, in seconds."""
 
-    join: float = JOIN_S
-    """At the start, for more nodes than MIN."""
-    rejoin: float = 120.0
-    """Later, for replacements, when fewer than MIN are left."""
-    scale: float = SCALE_S
-    """For others to join, too, before the workers are restarted with a node that has joined."""
+    join: float = JOIN_S  # at the start, for more nodes than MIN
+    rejoin: float = 120.0  # later, for replacements, when fewer than MIN are left
+    scale: float = SCALE_S  # for others to join, too, before the workers are restarted with a node that has joined
 
 
 class Nodes(NamedTuple):
     """The nodes of a launch, and where they register."""
 
-    max: int
-    """Number of nodes; in an elastic job the maximum."""
-    min: int
-    """Minimum number of nodes; `max` where it is fixed."""
-    elastic: bool
-    """Whether nodes may join and leave."""
-    rank: int
-    """Rank of this one; in an elastic job 0 for node 0, else 1, or -1 where the address of node 0 decides."""
-    addr: str
-    """Address of node 0."""
-    port: int
-    """Port there; 0 for any free one."""
-    nproc: str
-    """Default of `--nproc_per_node`."""
+    max: int  # number of nodes; in an elastic job the maximum
+    min: int  # minimum number of nodes; `max` where it is fixed
+    elastic: bool  # whether nodes may join and leave
+    rank: int  # rank of this one; in an elastic job 0 for node 0, else 1, or -1 where the address of node 0 decides
+    addr: str  # address of node 0
+    port: int  # port there; 0 for any free one
+    nproc: str  # default of `--nproc_per_node`
     waits: Waits
 
     @property
@@ -156,11 +143,7 @@ def _fixed_by(environ: Mapping[str, str]) -> str:
 
 
 def secret(nodes: Nodes, insecure: bool, environ: Mapping[str, str]) -> str:
-    """Returns the launchers' shared secret; a single one needs none.
-
-    Raises:
-      UserError: there is none, and anyone who reaches node 0 could join; or `insecure` has no effect.
-    """
+    """Returns the launchers' shared secret, empty for one alone; raises UserError where anyone could join node 0."""
     shared = environ.get("TFDIST_SECRET", "").strip()
     if insecure and (shared or nodes.max == 1):
         why = "TFDIST_SECRET is set" if shared else "with one machine the launcher makes a secret by itself"

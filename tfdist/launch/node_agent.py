@@ -25,59 +25,41 @@ from tfdist.launch.event_loop import Events, Screen, Signalled
 from tfdist.launch.machines import Nodes
 from tfdist.launch.worker_process import Start, WorkerGroup
 
-END_S = 30.0
-"""After this time, a worker that cannot even be killed is left to the system."""
-_POLL_S = 2.0
-"""Longest wait for an event."""
+END_S = 30.0  # after this time, a worker that cannot even be killed is left to the system
+_POLL_S = 2.0  # longest wait for an event
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaunchPlan:
     """The checked command line."""
 
-    command: tuple[str, ...]
-    """Program and arguments of every worker."""
-    nproc: int
-    """Workers on this node."""
+    command: tuple[str, ...]  # program and arguments of every worker
+    nproc: int  # workers on this node
     nodes: Nodes
     max_restarts: int
     start_timeout: float
-    shares: tuple[Mapping[str, str], ...]
-    """Variables by which each worker of this node gets its part of the GPUs."""
-    facts: Mapping[str, Any]
-    """What must be the same on all nodes, by the name that messages give it."""
+    shares: tuple[Mapping[str, str], ...]  # variables by which each worker of this node gets its part of the GPUs
+    facts: Mapping[str, Any]  # what must be the same on all nodes, by the name that messages give it
     workdir: str = ""
     """The run folder, which node 0's launcher locks for its workers; empty if unknown, or if they write nothing."""
-    log_dir: str = ""
-    """Where each rank's lines are kept; empty for nowhere."""
-    secret: str = dataclasses.field(default="", repr=False)
-    """Shared secret of the launchers."""
+    log_dir: str = ""  # where each rank's lines are kept; empty for nowhere
+    secret: str = dataclasses.field(default="", repr=False)  # shared secret of the launchers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt:
     """One start of all workers, as node 0 orders it from one node."""
 
-    attempt: int
-    """Number of earlier ones."""
-    node: int
-    """Rank of the node."""
-    world: int
-    """Workers on all nodes."""
-    first: int
-    """Rank of the node's first worker."""
-    port: int
-    """Where the workers register, at node 0's address."""
-    salt: str
-    """From which the launchers derive the secret of the workers; it is sent in clear."""
+    attempt: int  # number of earlier ones
+    node: int  # rank of the node
+    world: int  # workers on all nodes
+    first: int  # rank of the node's first worker
+    port: int  # where the workers register, at node 0's address
+    salt: str  # from which the launchers derive the secret of the workers; it is sent in clear
 
 
 def variables(plan: LaunchPlan, this: Attempt, local_rank: int, fd: int | None = None) -> dict[str, str]:
-    """Returns the variables that the launcher sets for one worker.
-
-    Args:
-      fd: of the inherited socket at which rank 0 listens.
-    """
+    """Returns the variables that the launcher sets for one worker; `fd` is of the socket at which rank 0 listens."""
     values: dict[str, object] = {
         "RANK": this.first + local_rank,
         "WORLD_SIZE": this.world,
@@ -104,12 +86,9 @@ class NodeAgent:
     """The workers of this node, controlled by orders from node 0."""
 
     def __init__(self, plan: LaunchPlan, events: Events, screen: Screen):
-        self.listener: socket.socket | None = None
-        """On node 0: the socket that rank 0 of the next round inherits."""
-        self.folder: RunFolder | None = None
-        """On node 0: the run folder, whose lock rank 0 inherits."""
-        self.attempts = ""
-        """On node 0: the attempts so far, which rank 0 records."""
+        self.listener: socket.socket | None = None  # on node 0: the socket that rank 0 of the next round inherits
+        self.folder: RunFolder | None = None  # on node 0: the run folder, whose lock rank 0 inherits
+        self.attempts = ""  # on node 0: the attempts so far, which rank 0 records
         self._plan, self._events, self._screen = plan, events, screen
         self._workers: WorkerGroup | None = None
         self._pending: list[wire.Message] = []
@@ -202,10 +181,7 @@ def code_of(name: str) -> int:
 
 
 def follow(plan: LaunchPlan, events: Events, screen: Screen) -> int:
-    """Runs the launcher of another node than 0.
-
-    Returns:
-      The exit code.
+    """Runs the launcher of another node than 0; returns the exit code.
 
     Raises:
       UserError: node 0 cannot be reached or refuses this node.

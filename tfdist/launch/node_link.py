@@ -17,10 +17,8 @@ from tfdist.cluster.schema import whole
 from tfdist.errors import UserError
 from tfdist.launch.event_loop import Events, Screen
 
-SUPERSEDED_S = 5.0
-"""After this silence, a launcher that registers with the same node rank is the old one started again."""
-_HANGUPS = 3
-"""Handshakes in a row that end early: by then it is no accident."""
+SUPERSEDED_S = 5.0  # after this silence, a launcher that registers with the same node rank is the old one started again
+_HANGUPS = 3  # handshakes in a row that end early: by then it is no accident
 
 _LINE, _HOST = schema.line(4000), schema.line(253)
 _LINES = schema.each(_LINE, most=100)
@@ -75,16 +73,11 @@ ORDERS = schema.named(
 
 
 class NodeLink:
-    """The connection to another launcher that has registered.
-
-    Args:
-      reader: `EVENTS` or `ORDERS`.
-    """
+    """The connection to another launcher that has registered, with the reader `EVENTS` or `ORDERS`."""
 
     def __init__(self, connection: wire.Connection, member: Member, events: Events, reader: schema.Reader):
         self.member = member
-        self.lost = ""
-        """Why the link is lost, once it is."""
+        self.lost = ""  # why the link is lost, once it is
         self._connection, self._events = connection, events
         self._messages: list[wire.Message] = []
         connection.reader, connection.heard = reader, time.monotonic()
@@ -154,11 +147,7 @@ class AddressInUseError(UserError):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listens at --master_addr.
-
-    Raises:
-      UserError: it is no address of this machine, or the port is taken.
-    """
+    """Listens at --master_addr, or raises UserError."""
     try:
         return wire.listen(host, port)
     except socket.gaierror as error:
@@ -179,11 +168,8 @@ def listen(host: str, port: int) -> socket.socket:
 def join(host: str, port: int, secret: str, own: Member, timeout: float, events: Events, screen: Screen) -> NodeLink:
     """Registers with node 0, which may start later.
 
-    Args:
-      timeout: seconds to wait for it.
-
     Raises:
-      UserError: it cannot be reached within `timeout`, or refuses this node.
+      UserError: it cannot be reached within `timeout` seconds, or refuses this node.
       Signalled: a signal came.
     """
     node0, deadline = f"node 0 at {host}:{port}", time.monotonic() + timeout

@@ -27,14 +27,10 @@ from tfdist.config import local_files
 from tfdist.distributed.child_process import GRACE_S, end_with_the_parent
 from tfdist.launch.event_loop import Events, Screen
 
-DRAIN_S = 1.0
-"""Seconds that children of a dead worker may still write before they are killed."""
-TAIL = 10
-"""Last lines of a failed worker that are repeated."""
-LONGEST_LINE = 1 << 16
-"""Longest line in bytes: binary output must not fill the memory."""
-_LEFT_OVER = 32
-"""Reads that empty any pipe, unless a writer has left the process group."""
+DRAIN_S = 1.0  # seconds that children of a dead worker may still write before they are killed
+TAIL = 10  # last lines of a failed worker that are repeated
+LONGEST_LINE = 1 << 16  # longest line in bytes: binary output must not fill the memory
+_LEFT_OVER = 32  # reads that empty any pipe, unless a writer has left the process group
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,14 +39,10 @@ class Start:
 
     rank: int
     command: Sequence[str]
-    environ: Mapping[str, str]
-    """The whole environment."""
-    fds: tuple[int, ...] = ()
-    """Inherited descriptors."""
-    log: pathlib.Path | None = None
-    """File that its lines are appended to."""
-    header: str = ""
-    """First line of this start in the log."""
+    environ: Mapping[str, str]  # the whole environment
+    fds: tuple[int, ...] = ()  # inherited descriptors
+    log: pathlib.Path | None = None  # file that its lines are appended to
+    header: str = ""  # first line of this start in the log
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,18 +52,12 @@ class Exit:
     rank: int
     pid: int
     host: str
-    code: int
-    """Exit code, or the negative number of the signal that killed it."""
-    lost: bool
-    """Whether it only stopped because another worker was lost, as it reports."""
-    lines: tuple[str, ...]
-    """The last ones; with a traceback those of standard error."""
-    culprit: int = -1
-    """Rank of the worker that it has lost; -1 if unknown."""
-    complaint: str = ""
-    """Host of that one, and how it was lost."""
-    error: str = ""
-    """The error that it reports."""
+    code: int  # exit code, or the negative number of the signal that killed it
+    lost: bool  # whether it only stopped because another worker was lost, as it reports
+    lines: tuple[str, ...]  # the last ones; with a traceback those of standard error
+    culprit: int = -1  # rank of the worker that it has lost; -1 if unknown
+    complaint: str = ""  # host of that one, and how it was lost
+    error: str = ""  # the error that it reports
 
     @property
     def status(self) -> int:
@@ -99,8 +85,7 @@ class Worker:
 
     def __init__(self, start: Start, events: Events, screen: Screen):
         self.rank = start.rank
-        self.died = math.inf
-        """When its exit was noticed, by the monotonic clock."""
+        self.died = math.inf  # when its exit was noticed, by the monotonic clock
         self.code = 0
         self._events, self._screen = events, screen
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL)

@@ -35,13 +35,11 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 
-_UNREACHABLE_S = 15.0
-"""horovodrun is lost if it has not answered for so long."""
+_UNREACHABLE_S = 15.0  # Horovodrun is lost if it has not answered for so long
 _ASK_S = 3.0
 _PAUSE_S = (0.05, 1.0)
 """Between two questions: at first, and at most, since horovodrun answers all workers of a job in one process."""
-_GRACE_S = 5.0
-"""Extra seconds for the others, which hear from the chief who is missing."""
+_GRACE_S = 5.0  # extra seconds for the others, which hear from the chief who is missing
 _ALL = "all"
 _LATE_FIX = "look at its output, or raise --start_timeout"
 
@@ -50,15 +48,11 @@ class StartedHorovod(NamedTuple):
     """Horovod, as it runs in this process."""
 
     module: ModuleType
-    hosts: tuple[str, ...]
-    """Host name of each process, by rank; empty if unknown."""
+    hosts: tuple[str, ...]  # host name of each process, by rank; empty if unknown
 
 
 def start(limit: float) -> StartedHorovod:
-    """Starts Horovod in this process.
-
-    Args:
-      limit: seconds that the other processes may take to come.
+    """Starts Horovod in this process, once all others have come, for which they have `limit` seconds.
 
     Raises:
       UserError: it is not built for this TensorFlow, or does not start, or a process has not come.
@@ -122,15 +116,7 @@ def _own_host(hvd: ModuleType) -> str:
 
 
 def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> Distribution:
-    """Builds the strategy of one replica in this process, and Horovod between the processes.
-
-    Args:
-      hvd: what `start` returns.
-      name: TensorFlow's name of this worker's device.
-      reason: why this strategy, in words for a person.
-      peers: the workers, which have met.
-      jit: see `Distribution.jit`.
-    """
+    """Builds the strategy of one replica on device `name` of this process, and Horovod between the processes."""
     import tensorflow as tf
 
     from tfdist.distributed.collectives import bucketed
@@ -175,11 +161,7 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
 
 
 def _reduce_in_layers(hvd: ModuleType) -> None:
-    """Makes layers reduce over the processes.
-
-    They do so through the replica context, as synchronized BatchNorm does,
-    which here would reduce over one replica.
-    """
+    """Makes layers, such as a synchronized BatchNorm, reduce over the processes: their context has one replica."""
     import tensorflow as tf
 
     def all_reduce(reduce_op: tf.distribute.ReduceOp | str, value: object, options: object = None) -> object:
@@ -191,14 +173,9 @@ def _reduce_in_layers(hvd: ModuleType) -> None:
 
 
 def meet(limit: float, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Waits until all workers that horovodrun has started are there.
+    """Waits until all workers that horovodrun has started are there, for `limit` seconds.
 
-    Args:
-      limit: seconds.
-      environ: variables of horovodrun.
-
-    Returns:
-      The host name of each worker by rank; nothing where there is no horovodrun.
+    Returns the host name of each by rank; nothing where there is no horovodrun.
 
     Raises:
       UserError: one has not come, or horovodrun cannot be reached.

@@ -12,13 +12,7 @@ if TYPE_CHECKING:
 
 
 def default(reason: str, device: str = "CPU:0", jit: str = "off") -> Distribution:
-    """Builds the strategy of one replica on one device, whose collectives return their input.
-
-    Args:
-      reason: why this strategy, in words for a person.
-      device: TensorFlow's name of the device.
-      jit: see `Distribution.jit`.
-    """
+    """Builds the strategy of one replica on one device, whose collectives return their input."""
     import tensorflow as tf
 
     return Distribution(
@@ -37,16 +31,7 @@ def default(reason: str, device: str = "CPU:0", jit: str = "off") -> Distributio
 
 
 def mirrored(names: tuple[str, ...], reason: str, jit: str = "off") -> Distribution:
-    """Builds the strategy of one replica per device of this process (`tf.distribute.MirroredStrategy`).
-
-    Args:
-      names: TensorFlow's names of the devices.
-      reason: why this strategy, in words for a person.
-      jit: see `Distribution.jit`.
-
-    Raises:
-      UserError: fewer than two devices.
-    """
+    """Builds the strategy of one replica per device of this process (`tf.distribute.MirroredStrategy`)."""
     import tensorflow as tf
 
     from tfdist.distributed.collectives import sum_in_order

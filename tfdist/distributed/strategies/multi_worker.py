@@ -27,18 +27,11 @@ if TYPE_CHECKING:
 
 
 class Ring:
-    """All-reduces over TensorFlow's ring on gRPC.
+    """All-reduces over TensorFlow's ring on gRPC, with one replica per worker."""
 
-    Args:
-      replicas: of all workers, one each.
-      device: TensorFlow's name of this one's.
-    """
+    GROUP_KEY = 1 << 20  # beyond those that TensorFlow counts up from 1
 
-    GROUP_KEY = 1 << 20
-    """Beyond those that TensorFlow counts up from 1."""
-
-    IN_FLIGHT = 8
-    """Sums that may be under way at a time: gRPC holds copies of each meanwhile."""
+    IN_FLIGHT = 8  # sums that may be under way at a time: gRPC holds copies of each meanwhile
 
     def __init__(self, replicas: int, device: str):
         import tensorflow as tf
@@ -80,11 +73,7 @@ class Ring:
 
 
 class SharedMemory:
-    """All-reduces through the memory of the host; a tf.function makes these sums in the order in which it was traced.
-
-    Args:
-      through: sums arrays.
-    """
+    """All-reduces through the memory of the host; a tf.function makes these sums in the order of its trace."""
 
     def __init__(self, through: SharedMemorySum):
         self._through = through
@@ -105,8 +94,7 @@ class SharedMemory:
         return sums
 
 
-HEARTBEAT_S = 10
-"""TensorFlow's own heartbeats; `Peers` is faster and can say who."""
+HEARTBEAT_S = 10  # TensorFlow's own heartbeats; `Peers` is faster and can say who
 REGISTER_S = 60
 """Time for all workers to start TensorFlow's server. They do so in the same moment; a slow one needs seconds."""
 _ASK_S = 1.0
@@ -120,9 +108,6 @@ def create(
 
     Args:
       names: TensorFlow's names of this worker's devices; each worker has as many.
-      reason: why this strategy, in words for a person.
-      peers: the workers, which have met.
-      jit: see `Distribution.jit`.
       communication: `auto`, `ring` (gRPC) or `nccl`. Only `auto` takes the memory that workers of one host share.
       bucket_bytes: see `collectives.bucketed`; None for its default.
 
@@ -215,11 +200,7 @@ def _saying_what_cannot_travel(scope: contextlib.AbstractContextManager[object])
 def _reduce_in_layers(
     strategy: tf.distribute.MultiWorkerMirroredStrategy, reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]]
 ) -> None:
-    """Makes layers sum as gradients are: they do so through the replica context, as synchronized BatchNorm does.
-
-    Args:
-      reduce: all-reduces a list of tensors.
-    """
+    """Makes layers, such as a synchronized BatchNorm, sum through their replica context as gradients are summed."""
     import tensorflow as tf
 
     theirs = strategy.extended.batch_reduce_to
@@ -241,12 +222,7 @@ def _reduce_in_layers(
 def _start(
     names: tuple[str, ...], peers: Peers, options: tf.distribute.experimental.CommunicationOptions
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
-    """Starts TensorFlow's servers on all workers together.
-
-    Raises:
-      UserError: TensorFlow had started before, or cannot start its server.
-      PeerError: another worker was lost meanwhile.
-    """
+    """Starts TensorFlow's servers on all workers together; raises UserError, or PeerError if one was lost meanwhile."""
     import tensorflow as tf
     from tensorflow.python.distribute import collective_all_reduce_strategy as home
 

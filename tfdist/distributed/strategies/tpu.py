@@ -25,23 +25,16 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 T = TypeVar("T")
-WITHOUT_A_SIGN_S = 8.0
-"""Time limit for the start of a TPU on a machine that shows no sign of one."""
-IMPORT_S = 8.0
-"""Extra seconds for a trial in another process, which imports TensorFlow."""
+WITHOUT_A_SIGN_S = 8.0  # time limit for the start of a TPU on a machine that shows no sign of one
+IMPORT_S = 8.0  # extra seconds for a trial in another process, which imports TensorFlow
 _GRACE_S = 10.0
 
 
 def create(name: str, reason: str, limit: float) -> Distribution:
-    """Starts the TPU system, which alone proves that there is one, and the strategy.
-
-    Args:
-      name: `local` for the TPU of this machine, or what the Cloud calls it.
-      reason: why this strategy, in words for a person.
-      limit: seconds that the system may take to start.
+    """Starts the system of a TPU (`local`, or by its name in the Cloud), which alone proves that there is one.
 
     Raises:
-      UserError: it does not start; the line says what to do.
+      UserError: it does not start within `limit` seconds; the line says what to do.
     """
 
     try:
@@ -67,12 +60,8 @@ def try_elsewhere(name: str, limit: float, environ: Mapping[str, str]) -> None:
 
     There, tensorflow-tpu 2.20 was seen to end the process with a segmentation fault, and not with an error.
 
-    Args:
-      limit: seconds for the import of TensorFlow and the start.
-      environ: of that process.
-
     Raises:
-      UserError: it does not start; the line says what to do.
+      UserError: it does not start within `limit` seconds, with TensorFlow's import; the line says what to do.
     """
     done = child_process.answer([sys.executable, "-m", "tfdist.distributed.strategies.tpu", name], limit, environ)
     if done is None:
