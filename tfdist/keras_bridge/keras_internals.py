@@ -674,3 +674,30 @@ def noting_writes() -> Iterator[list[Write]]:
             for (kind, name), original in originals.items():
                 setattr(kind, name, original)
         writes += noted.values()
+
+
+@contextlib.contextmanager
+def scaled_gradients(factor: tf.Tensor) -> Iterator[None]:
+    """Multiplies, within it, what `tf.GradientTape.gradient` returns to code of the user's own."""
+    original = tf.GradientTape.gradient
+
+    def scaled(gradient: tf.Tensor | tf.IndexedSlices | None) -> tf.Tensor | tf.IndexedSlices | None:
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(scaled(gradient.values), gradient.indices, gradient.dense_shape)
+        return None if gradient is None else gradient * tf.cast(factor, gradient.dtype)
+
+    def gradient(self: tf.GradientTape, *args: Any, **kwargs: Any) -> Any:
+        gradients = original(self, *args, **kwargs)
+        if isinstance(gradients, list | tuple):
+            return type(gradients)(map(scaled, gradients))
+        if isinstance(gradients, dict):
+            return {name: scaled(value) for name, value in gradients.items()}
+        return scaled(gradients)
+
+    with PATCHED:
+        tf.GradientTape.gradient = gradient
+    try:
+        yield
+    finally:
+        with PATCHED:
+            tf.GradientTape.gradient = original

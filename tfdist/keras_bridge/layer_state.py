@@ -7,7 +7,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -138,13 +137,6 @@ class Snapshot:
         """Gives the variables what they had."""
         for copy, value in self._values:
             copy.assign(value)
-
-
-def attribute_variables(owners: Iterable[object], *kinds: type) -> list[Any]:
-    """Returns variables that objects have as attributes: of TensorFlow, or in losses, where Keras does not see them."""
-    attributes = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
-    lists = [list(value) for value in attributes if isinstance(value, list | tuple)]
-    return [value for value in (*attributes, *itertools.chain(*lists)) if isinstance(value, kinds)]
 
 
 @contextlib.contextmanager

@@ -11,16 +11,20 @@ import keras
 import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout, unpack
+from tfdist.data.sources import Source
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions
-from tfdist.keras_bridge.loss import SAMPLE_ROWS
+from tfdist.keras_bridge.loss import SAMPLE_ROWS, is_of_keras
 from tfdist.step import own_step
 from tfdist.step.batch_loop import LastLogs, LogNames, Totals
 from tfdist.step.evaluation import evaluation_call, prediction_call
 from tfdist.step.replica import Replica
 from tfdist.step.training import TrainingOptions, training_call
+
+MORE_ROWS = 64
+"""Rows on which a model is checked that may compute something across a batch."""
 
 
 class Step:
@@ -48,6 +52,8 @@ class Step:
         self.replica = Replica(model, distribution, preconditions.use_xla(model, distribution))
         self.sample_rows: tuple[Structure, ...] | None = None
         """A few rows of the data."""
+        self.more_rows: tuple[Structure, ...] | None = None
+        """Of a model that may compute something across a batch."""
         self._sample: tuple[Structure, Structure] | None = None
         """Targets and outputs of a few rows, until losses and metrics have been classified by them."""
         self._adding: list[str] = []
@@ -217,17 +223,30 @@ class Step:
         if self.distribution.replicas > 1 and self._sample is not None:
             self._check(Layout(SAMPLE_ROWS, self.distribution.replicas, 1), "test")  # before a state is restored
 
+    def take_more_rows(self, source: Source) -> None:
+        """Takes more rows for another check where code of the user's own may compute something across a batch.
+
+        It may depend on what is rare, such as a count of masked targets, of which `SAMPLE_ROWS` may hold none.
+        """
+        layers = [layer for layer in keras_internals.flat_layers(self.model) if not is_of_keras(type(layer))]
+        across = self.own_step("train") or any(
+            layer.name in self._adding
+            or len(keras_internals.own_variables(layer)) > len(keras_internals.own_trainable_variables(layer))
+            for layer in layers
+        )
+        if across and self.distribution.replicas > 1 and not keras_internals.fixed_batch(self.model):
+            self.more_rows = _rows(source.spread_rows(MORE_ROWS), MORE_ROWS)
+
     def _outputs(self, x: Structure) -> Structure:
         """Returns the model's outputs; None of a model that is only trained, by a step of its own."""
         model = self.model
         frozen = {id(v) for v in layer_state.fixed_variables(model)}  # may be gigabytes
         kept = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables] if id(v) not in frozen}
-        counted = layer_state.attribute_variables(keras_internals.flat_layers(model), tf.Variable)
         static = self.distribution.static_shapes
         try:
             # This call is none of the user's. A TPU would compile each of its operations by itself.
             with (
-                layer_state.unchanged([*kept.values(), *counted]),
+                layer_state.unchanged([*kept.values()]),
                 tf.device("CPU:0") if static else contextlib.nullcontext(),
             ):
                 outputs = self.replica.forward(x, training=False)
@@ -252,9 +271,7 @@ class Step:
         own = self.own_step("train")
         try:
             if not own:
-                losses = keras.tree.flatten(getattr(model, "loss", None))
-                counted = layer_state.attribute_variables(losses, keras.Variable, tf.Variable)
-                with layer_state.unchanged(counted):  # keras_internals.matched_losses calls them once
+                with layer_state.unchanged([]):  # keras_internals.matched_losses calls losses, which may count that
                     self.part_names = self.replica.objective.names(y, outputs)
             metrics.create_variables(model, y, outputs)
         except ValueError as error:

@@ -56,6 +56,8 @@ def step_of(model: keras.Model, distribution: Distribution, source: Source, outp
     except UNREADABLE as error:
         raise explained(error, None, None, distribution.peers) from error
     step.build(rows, source.bare, outputs_only)
+    if not outputs_only:
+        step.take_more_rows(source)
     optimizer = [] if outputs_only else [v for o in preconditions.optimizers(model) for v in o.variables]
     distribution.broadcast([*model.variables, *optimizer])
     # Building may have created the weights.

@@ -42,6 +42,9 @@ ROUNDING_OF_HALF_PRECISION = {"float16": 5e-3, "bfloat16": 5e-2}
 MOST_ROUNDING = 1e-3  # where rounding alone makes more than this, the comparison is inconclusive
 NO_ROUNDING = 0.05
 """Relative change of a loss, metric or output that rounding never makes, if the same rows give the same again."""
+LARGE = 1e4
+"""Factor of gradients by which a step of the user's own is seen to clip those of some rows only."""
+_LARGE_GRADIENT = "the gradient of a large loss"
 _ACROSS_ROWS = 1e-3  # relative difference of a layer's outputs that is more than rounding
 _WRAPPERS = keras.layers.TFSMLayer, keras.layers.JaxLayer, keras.layers.FlaxLayer, keras.layers.TorchModuleWrapper
 """Layers of Keras' that compute what somebody else has written."""
@@ -68,7 +71,9 @@ def check_training(step: Step, choice: str, virtual_replicas: int = 0, accumulat
     if step.sample_rows is None:
         return _refuse_by_structure(step, _comparisons(step, "train", virtual_replicas))
     for comparison in _comparisons(step, "train", virtual_replicas, accumulate):
-        if _agree(step, step.sample_rows, comparison, choice) and comparison.parts != "micro-batches":
+        samples = [step.sample_rows] if step.more_rows is None else [step.sample_rows, step.more_rows]
+        agree = [_agree(step, rows, comparison, choice) for rows in samples]
+        if all(agree) and comparison.parts != "micro-batches":
             _record_forward(step, comparison, choice == "auto")
 
 
@@ -145,7 +150,12 @@ class _Outcome(NamedTuple):
         whole, backwards, parts = probe.whole(), probe.whole(backwards=True), probe.in_parts()
         types = {layer.compute_dtype for layer in keras_internals.flat_layers(probe.model)}
         rounding = max(ROUNDING_OF_HALF_PRECISION.get(kind, ROUNDING) for kind in types)
-        return cls(whole, whole.distance(backwards), whole.distance(parts), rounding)
+        distances = whole.distance(parts)
+        if probe.own_training:  # which may clip what is as large in other rows
+            whole_large, parts_large = probe.whole(factor=LARGE), probe.in_parts(factor=LARGE)
+            if whole_large.is_finite() and whole_large.gradient:
+                distances[_LARGE_GRADIENT] = whole_large.distance(parts_large)["the gradient"]
+        return cls(whole, whole.distance(backwards), distances, rounding)
 
     @property
     def is_conclusive(self) -> bool:
@@ -296,6 +306,11 @@ def _message(
             )
         return f"{start} {after}: add it up over the replicas (tf.distribute.get_replica_context()), {fix}"
     own = "" if kind == "predict" else step.own_step(kind)
+    if first == _LARGE_GRADIENT:
+        return (
+            f"{start}: {own} of {type(model).__name__} changes gradients by their size, as a clip does, before they "
+            f"are summed; give the optimizer global_clipnorm or clipnorm instead, {fix}"
+        )
     if own and kind == "train":
         return f"{start}: what {own} of {type(model).__name__} computes is no mean over examples; make it one, {fix}"
     if first == "add_loss":
@@ -392,7 +407,7 @@ def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure,
     layers = keras_internals.flat_layers(model)
     parts: list[str] = [tf.__version__, keras.__version__, tfdist.__version__, distribution.name]
     parts += [str(distribution.replicas), kind, str(comparison), distribution.jit, cpu_kernels.in_use()]
-    parts += [f"{tuple(t.shape[1:])} {t.dtype}" for t in keras.tree.flatten(rows)]
+    parts += [f"{tuple(t.shape)} {t.dtype}" for t in keras.tree.flatten(rows)]
     try:
         for layer in layers:
             parts += _description(layer)

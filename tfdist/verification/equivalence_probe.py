@@ -99,7 +99,7 @@ class _Function(NamedTuple):
     """The compiled function of one of the two ways."""
 
     call: Callable
-    """Given the order of the rows, it returns values and gradient."""
+    """Given the order of the rows and the factor of gradients, it returns values and gradient."""
     others: list[tf.Variable]
     """Variables that it may write besides those of `_unchanged`: weights to train, which SpectralNormalization sets,
     and some outside of the model, such as the generator of all calls of keras.random without a seed."""
@@ -122,6 +122,8 @@ class EquivalenceProbe:
         self._distribution = step.distribution
         self._training = comparison.kind == "train"
         self._own = "" if comparison.kind == "predict" else step.own_step(comparison.kind)
+        self.own_training = bool(self._own) and self._training
+        """Whether the model makes an update by a step of its own."""
         available = int(keras.tree.flatten(rows)[0].shape[0])
         self._count = available - (available % comparison.number == 0)
         if self._distribution.static_shapes and self._own:  # which must see no filler
@@ -130,20 +132,21 @@ class EquivalenceProbe:
         """The layers that call `add_loss`."""
         self._compiled: dict[bool, _Function] = {}
 
-    def whole(self, backwards: bool = False, times: int = 1) -> ProbeResult:
+    def whole(self, backwards: bool = False, times: int = 1, factor: float = 1.0) -> ProbeResult:
         """Computes all rows on every replica, as if it were the only one.
 
         Args:
           backwards: whether in the opposite order.
           times: returns the last of so many results, for which random generators have moved on.
+          factor: of the gradients that a step of the user's own is given.
         """
-        return self._run(True, backwards, times)
+        return self._run(True, backwards, times, factor)
 
-    def in_parts(self) -> ProbeResult:
+    def in_parts(self, factor: float = 1.0) -> ProbeResult:
         """Computes the rows in the parts that share them."""
-        return self._run(False, False, 1)
+        return self._run(False, False, 1, factor)
 
-    def _run(self, whole: bool, backwards: bool, times: int) -> ProbeResult:
+    def _run(self, whole: bool, backwards: bool, times: int, factor: float) -> ProbeResult:
         order = tf.range(self._count)[::-1] if backwards else tf.range(self._count)
         before: list[tuple[tf.Variable, np.ndarray]] = []
         try:
@@ -153,7 +156,7 @@ class EquivalenceProbe:
                 for _ in range(times):
                     if self._comparison.kind != "predict":
                         self._step.reset()
-                    values, gradient = function.call(order)
+                    values, gradient = function.call(order, tf.constant(factor))
                 if self._comparison.parts != "micro-batches":  # see _kept
                     values |= {f"{STATE} {_name(v)!r}": tf.convert_to_tensor(v) for v in function.foreign}
         finally:
@@ -178,7 +181,7 @@ class EquivalenceProbe:
             # takes what has one column and as many rows as another tensor has columns for a bias (keras.ops.add).
             rows = self._count if self._distribution.static_shapes else None
             with keras_internals.noting_writes() as writes:
-                call = call.get_concrete_function(tf.TensorSpec([rows], tf.int32))
+                call = call.get_concrete_function(tf.TensorSpec([rows], tf.int32), tf.TensorSpec([], tf.float32))
             known = {id(c) for v in [*model.variables, *model.metrics_variables] for c in training_state.copies(v)}
             others = [v for v in call.graph.variables if id(v) not in known]
             others += _writable(call.graph, trained)
@@ -236,7 +239,7 @@ class EquivalenceProbe:
             values.update(self._kept(replica))
             return values, gradient
 
-        def call(order: tf.Tensor) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+        def call(order: tf.Tensor, factor: tf.Tensor) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
             of_replicas = order
             if layout.static:
                 given = host_slices(Batch(self._rows, order, tf.size(order)), layout)
@@ -247,6 +250,7 @@ class EquivalenceProbe:
                 changes.enter_context(keras_internals.one_replica_in_sync() if single else contextlib.nullcontext())
                 if self._own:
                     changes.enter_context(own_step.recording(model))
+                    changes.enter_context(keras_internals.scaled_gradients(factor))
                 # Of a batch that is taken apart on one replica, too, BatchNorm would normalize each part.
                 apart = comparison.parts != "replicas" and self._training
                 changes.enter_context(tracing.inference_only(model, batch_norm.batch_norms(model) if apart else ()))
