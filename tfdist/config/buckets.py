@@ -160,11 +160,7 @@ class Bucket:
         return self._tried(name, lambda system: bytes(system.cat_file(self.place(name))), waits)
 
     def listing(self, below: str = "") -> dict[str, Entry]:
-        """Returns all objects of the folder, or of one below it, by their names in the folder itself.
-
-        Raises:
-          BucketError: it cannot be listed.
-        """
+        """Returns all objects of the folder, or of one below it, by their names in the folder itself."""
         root = self.place("")
 
         def listed(system: AbstractFileSystem) -> dict[str, Entry]:
@@ -188,11 +184,7 @@ class Bucket:
             return {}
 
     def delete(self, names: Iterable[str], waits: tuple[float, ...] | None = None) -> None:
-        """Deletes objects in their order; those that are not there are left out.
-
-        Raises:
-          BucketError: one cannot be deleted.
-        """
+        """Deletes objects in their order; those that are not there are left out."""
         for name in names:
             place = self.place(name)
             with contextlib.suppress(MissingError):

@@ -35,7 +35,7 @@ def find(environ: Mapping[str, str]) -> KerasBackend:
 
 
 def check(environ: Mapping[str, str]) -> None:
-    """Checks that Keras runs, or will run, on TensorFlow; else it fails with a traceback, at its import or later."""
+    """Checks that Keras runs, or will run, on TensorFlow; else it fails with a traceback, at import or later."""
     backend = find(environ)
     if "keras" in sys.modules:  # which has chosen, whatever the variable says by now
         backend = backend._replace(name=sys.modules["keras"].config.backend())

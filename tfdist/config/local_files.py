@@ -103,10 +103,6 @@ def locked(path: pathlib.Path, who: str, limit: float) -> Iterator[None]:
       path: of the file, which is created.
       who: the other holder, for a person: `another build of Horovod`.
       limit: seconds to wait at most.
-
-    Raises:
-      UserError: it is held for longer.
-      OSError: the file cannot be written.
     """
     with path.open("w") as file:
         until, announced = time.monotonic() + limit, False

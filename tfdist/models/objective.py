@@ -60,7 +60,7 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> LossA
 
 
 def callbacks(experiment: config.Experiment) -> list[keras.callbacks.Callback]:
-    """Returns what `train.callbacks` asks for, made anew. Raises UserError: something there makes no callbacks."""
+    """Returns what `train.callbacks` asks for, made anew."""
     made = []
     for spec in training_objects.callbacks(experiment.train):
         if spec.kind:

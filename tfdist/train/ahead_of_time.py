@@ -107,12 +107,7 @@ def available(name: str) -> dict[str, float]:
 
 
 def rehearse(prepared: Preparation, distribution: Distribution, name: str) -> list[str]:
-    """Compiles the update, and returns the compiler's figures as lines for a terminal.
-
-    Raises:
-      UserError: it cannot be compiled, or does not fit; the message names alternatives that do.
-      TrainingError: the compiler has failed.
-    """
+    """Compiles the update, and returns the compiler's figures as lines for a terminal."""
     topology, train = known.find(name), prepared.experiment.train
     exported = _export(prepared, distribution, train.batch_size, train.accumulate)
     result = compiler.compiled(exported, topology)

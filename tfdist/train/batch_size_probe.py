@@ -93,8 +93,7 @@ class _Trial:
         )
         models.set_precision(experiment.train.precision)
         data = registry.load(experiment, prepare=work["prepare"])
-        self.most = max(1, data.examples // work["world"])
-        """Examples per replica that there are."""
+        self.most = max(1, data.examples // work["world"])  # examples per replica that there are
         with self._distribution.scope():
             self._model = models.build(experiment, data.spec, quiet=True)
             optimizer = optimizers.build(experiment, schedule.make(experiment, data.examples, 1))

@@ -63,9 +63,6 @@ def run(prepared: Preparation, check_agreement: str, folder: RunFolder, distribu
     Args:
       prepared: the experiment, its optimizer made for `plan`.
       check_agreement: see `--check_agreement`.
-
-    Raises:
-      TrainingError: the very first losses are not finite, or the folder cannot be written.
     """
     experiment, losses = prepared.experiment, _Losses()
     logger.info(f"a test of learning rates: {UPDATES} updates, from {LOWEST:g} to {HIGHEST:g}")

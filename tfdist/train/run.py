@@ -64,9 +64,6 @@ class Run:
 
         Returns:
           The content of `result.json`.
-
-        Raises:
-          TrainingError: training failed.
         """
         self._begin_folder()
         self._begin_monitoring()
@@ -250,9 +247,6 @@ def write_result(folder: RunFolder, result: Result, mistakes: Findings | None, s
     Args:
       mistakes: of a classifier, for the report.
       silent: do not log problems of the report.
-
-    Raises:
-      TrainingError: the disk has no room even for the result alone, or the bucket cannot be written.
     """
     content = integrity.sealed(dataclasses.asdict(result))
     problem = page.write(folder, content, mistakes)

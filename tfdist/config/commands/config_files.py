@@ -57,7 +57,7 @@ def path_of(flag: str, value: str) -> str:
 
 
 def fill_in(argv: list[str]) -> None:
-    """Writes paths for the names of experiments and flag files, in place. Raises UserError: a file does not exist."""
+    """Writes paths for the names of experiments and flag files, in place."""
     for i, argument in enumerate(argv):
         name, equals, value = argument.partition("=")
         flag = name.lstrip("-")

@@ -59,7 +59,7 @@ def scaled(spec: Spec, centred: bool = False) -> keras.Layer:
 
 
 def logits(spec: Spec) -> keras.Layer:
-    """Makes the last layer of a classifier, `head`. Raises UserError: the targets are no classes."""
+    """Makes the last layer of a classifier, `head`."""
     if spec.classes is None:
         raise UserError(
             "this model classifies, and the targets are not whole numbers", "use model.name=package.module:function"
