@@ -35,12 +35,7 @@ _TAGS = ("ETag", "etag", "md5Hash", "generation", "created")
 
 
 class BucketError(OSError):
-    """Something in a bucket could not be read or written, after all attempts.
-
-    Args:
-      place: of the object or folder.
-      why: in a few words.
-    """
+    """Something in a bucket, at `place`, could not be read or written, after all attempts; `why` in a few words."""
 
     def __init__(self, place: str, why: str):
         super().__init__(None, why, place)
@@ -98,11 +93,7 @@ def copy_of(url: str) -> pathlib.Path:
 
 
 class Bucket:
-    """A folder in a bucket.
-
-    Args:
-      url: as `check` has passed it.
-    """
+    """A folder in a bucket, by its URL, which `check` has passed."""
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
@@ -119,16 +110,7 @@ class Bucket:
         return Bucket(f"{self.url.rpartition('/')[0]}/{name}")
 
     def put(self, path: pathlib.Path, name: str, waits: tuple[float, ...] | None = None) -> None:
-        """Writes a file to an object.
-
-        Args:
-          name: of the object, below the folder.
-          waits: seconds between two attempts, if not `WAITS_S`.
-
-        Raises:
-          BucketError: it cannot be written.
-          FileNotFoundError: there is no such file.
-        """
+        """Writes a file to an object below the folder; `waits` are the seconds between attempts, if not `WAITS_S`."""
         os.stat(path)  # else nobody could tell which of both is missing
         self._tried(name, lambda system: system.put_file(str(path), self.place(name)), waits)
 
@@ -137,13 +119,7 @@ class Bucket:
         self._tried(name, lambda system: system.pipe_file(self.place(name), content), waits)
 
     def get(self, name: str, path: pathlib.Path) -> None:
-        """Reads an object into a file, which appears whole or not at all.
-
-        Raises:
-          MissingError: there is no such object.
-          BucketError: it cannot be read.
-          OSError: the file cannot be written.
-        """
+        """Reads an object into a file, which appears whole or not at all; MissingError if there is no such object."""
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -191,15 +167,7 @@ class Bucket:
                 self._tried(name, lambda system, place=place: system.rm_file(place), waits)  # type: ignore[misc]
 
     def move(self, names: Iterable[str], target: Bucket, renamed: Callable[[str], str] = str) -> None:
-        """Copies objects within the service, and deletes them in their order when all of them are copied.
-
-        Args:
-          target: the folder that gets them.
-          renamed: returns the name of an object there.
-
-        Raises:
-          BucketError: one cannot be copied or deleted. In the first case all are still there.
-        """
+        """Moves objects within the service: copies all, renamed if need be, and then deletes them in order."""
         names = list(names)
         for name in names:
             pair = self.place(name), target.place(renamed(name))

@@ -23,13 +23,7 @@ _SETS |= {"AMX": "amx_tile", "AMX BF16": "amx_bf16"}
 
 
 def ask_for(kernels: str = "auto", environ: MutableMapping[str, str] = os.environ) -> None:
-    """Asks TensorFlow for its kernels, if it has not been imported yet.
-
-    Args:
-      kernels: one of `CHOICES`; `auto` leaves a variable of the user's as it
-        is, and else asks for oneDNN where the CPU has AVX2.
-      environ: the variables of this process.
-    """
+    """Asks TensorFlow, if not imported yet, for kernels; `auto`: by the user's variable, else oneDNN with AVX2."""
     if kernels in _VALUES:
         environ[VARIABLE] = _VALUES[kernels]
     elif not environ.get(VARIABLE) and "AVX2" in instruction_sets():
@@ -65,8 +59,7 @@ def check(kernels: str) -> None:
 def keep_nan() -> None:
     """Keeps TensorFlow from fusing a ReLU into oneDNN's matrix product or convolution, which makes NaN a 0 there.
 
-    A loss would stay finite over data or weights that are NaN, and nothing would tell. Whoever has set this option
-    of TensorFlow's optimizer of graphs keeps what was set.
+    A loss would stay finite over NaN in data or weights, and nothing would tell. A user's own setting is kept.
     """
     import tensorflow as tf
 

@@ -239,12 +239,7 @@ def current_name(name: str) -> str:
 
 
 def renamed(name: str, value: T, former_name: str, former: T | None, default: T | None = None) -> T:
-    """Returns the value of an option that may also be given under its deprecated name.
-
-    Args:
-      former: None if the deprecated name is not used.
-      default: of the option, which counts as not given; 0 if None.
-    """
+    """Returns the value of an option that may also be given under its deprecated name; `former` is None if not."""
     if former is None:
         return value
     if value != (default or type(value)()) and value != former:
@@ -282,11 +277,7 @@ _accept_former_name(Data, "data", "broken")
 
 
 def flat(experiment: Experiment | dict[str, object]) -> dict[str, str]:
-    """Returns every field by its name on the command line, for comparing experiments.
-
-    Args:
-      experiment: or its fields as they stand in `experiment.json`.
-    """
+    """Returns every field of an experiment, or of the content of `experiment.json`, by its name on the command line."""
 
     def fields(prefix: str, value: object) -> dict[str, str]:
         if not isinstance(value, dict):

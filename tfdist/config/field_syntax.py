@@ -201,11 +201,7 @@ def expanded(field: str, pattern: str) -> list[str]:
 
 
 def check_local(field: str, path: str, also: tuple[str, ...] = ()) -> None:
-    """Raises UserError where a path is a URL, of which file systems would make a folder such as `gs:`.
-
-    Args:
-      also: schemes that would be taken, for the message.
-    """
+    """Refuses a URL, of which file systems would make a folder such as `gs:`; the message names those `also` taken."""
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", path)
     if scheme:
         known = "".join(f", {name}://" for name in also)

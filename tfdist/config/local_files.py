@@ -29,14 +29,7 @@ def replacing(path: pathlib.Path, temporary: pathlib.Path | None = None) -> Iter
     """Gives the block a path to write to, and replaces `path` by that file when the block has ended.
 
     Readers find the earlier file or all of the new one, even after a power failure. After an error in the block the
-    earlier file is as it was, and nothing else is left.
-
-    Args:
-      path: the file to write or replace.
-      temporary: where the block writes, on the same file system; a hidden name beside `path` if not given.
-
-    Raises:
-      OSError: the file cannot be synced or renamed.
+    earlier file is as it was, and nothing else is left. A `temporary` must be on the same file system.
     """
     temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -58,11 +51,7 @@ def sync(path: pathlib.Path) -> None:
 
 
 def opened(path: pathlib.Path) -> io.FileIO:
-    """Opens a file for reading, unbuffered.
-
-    Raises:
-      OSError: there is none, it cannot be read, or it is a pipe, a device or a folder.
-    """
+    """Opens a file for reading, unbuffered; OSError also for a pipe, a device or a folder."""
     descriptor = os.open(path, os.O_RDONLY | _AT_ONCE)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -71,11 +60,7 @@ def opened(path: pathlib.Path) -> io.FileIO:
 
 
 def opened_to_append(path: pathlib.Path) -> io.FileIO:
-    """Opens a file for appending, unbuffered, and creates it if it is missing.
-
-    Raises:
-      OSError: it cannot be written, or it is a pipe or a folder.
-    """
+    """Opens or creates a file for appending, unbuffered; OSError also for a pipe."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _AT_ONCE, 0o666)
     if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -84,11 +69,7 @@ def opened_to_append(path: pathlib.Path) -> io.FileIO:
 
 
 def content(path: pathlib.Path) -> bytes:
-    """Returns all bytes of a file.
-
-    Raises:
-      OSError: as `opened`, or it has more than `MOST` bytes.
-    """
+    """Returns all bytes of a file; OSError as `opened`, and for more than `MOST` bytes."""
     with opened(path) as file:
         if os.fstat(file.fileno()).st_size > MOST:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG).lower(), str(path))
@@ -97,13 +78,7 @@ def content(path: pathlib.Path) -> bytes:
 
 @contextlib.contextmanager
 def locked(path: pathlib.Path, who: str, limit: float) -> Iterator[None]:
-    """Holds a lock on a file, which the kernel drops if this process dies; logs once that it waits for another one.
-
-    Args:
-      path: of the file, which is created.
-      who: the other holder, for a person: `another build of Horovod`.
-      limit: seconds to wait at most.
-    """
+    """Holds a lock on a file, which the kernel drops if this process dies; waits `limit` s for `who` holds it."""
     with path.open("w") as file:
         until, announced = time.monotonic() + limit, False
         while True:

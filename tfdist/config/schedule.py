@@ -74,11 +74,7 @@ class Plan:
 def check_batch(
     batch: int, replicas: int, accumulate: int, what: str = "train.batch_size={}", virtual_replicas: int = 0
 ) -> None:
-    """Raises UserError unless every micro-batch of every replica, virtual ones included, gets an example.
-
-    Args:
-      what: the batch in a message, with a place for the number.
-    """
+    """Refuses a batch of which a micro-batch of a (virtual) replica would get no example; `what` formats it."""
     parts = (virtual_replicas or replicas) * accumulate
     if batch < parts:
         why = f"{virtual_replicas} virtual replicas" if virtual_replicas else f"{replicas} replicas"
@@ -87,13 +83,7 @@ def check_batch(
 
 
 def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
-    """Turns the experiment's durations into updates.
-
-    Args:
-      experiment: a validated experiment.
-      examples: size of the training split.
-      replicas: copies of the model over all workers.
-    """
+    """Turns the durations of a validated experiment into updates, for a training split of so many examples."""
     train = experiment.train
     check_batch(train.batch_size, replicas, train.accumulate, virtual_replicas=train.virtual_replicas)
     per_epoch = -(-examples // train.batch_size)
@@ -191,11 +181,7 @@ def _check_largest(field: str, text: str, number: float) -> None:
 
 
 def interval(field: str, text: str, per_epoch: int | None = 1, batch: int = 1, updates: float = math.inf) -> Interval:
-    """Returns how often `text` asks for: `off`, a time (`60 seconds`) or a duration.
-
-    Args:
-      per_epoch: updates of an epoch; None if unknown.
-    """
+    """Returns how often `text` asks for: `off`, a time (`60 seconds`) or a duration; `per_epoch` is None if unknown."""
     if text == "off":
         return Interval(math.inf, math.inf)
     time = _TIME.match(text)
@@ -234,7 +220,7 @@ _SHRINKS = re.compile(
 
 
 def better(text: str, field: str = "checkpoint.best") -> Aim:
-    """Parses `checkpoint.best` or `train.monitor`, whose `min` or `max` may be left to a metric's name if it tells."""
+    """Parses `checkpoint.best` or `train.monitor`; refuses a name that does not tell which way it is better."""
     mode, _, name = text.strip().rpartition(" ")
     if mode not in ("", "min", "max"):
         raise UserError(f"{field}={text!r} is not understood", "write a metric, or min or max and a metric")

@@ -165,10 +165,7 @@ def _name(name: str) -> None:
 
 
 def _types(group: object, above: str = "") -> None:
-    """Checks that each field of a dataclass has its type.
-
-    A config file or a call may give any type; the command line has brought each into that of its field.
-    """
+    """Checks that each field of a dataclass has its type, as from the command line; a config file may give any."""
     for field in dataclasses.fields(group):  # type: ignore[arg-type]
         kind: Any = field.type
         name, value = above + field.name, getattr(group, field.name)

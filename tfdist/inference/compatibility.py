@@ -53,11 +53,7 @@ def check_inputs(model: keras.Model, experiment: config.Experiment, spec: Spec) 
 
 
 def for_own_loss(model: keras.Model, data: Loaded, source: str) -> Loaded:
-    """Returns the data with the targets that the loss of a model from a file expects.
-
-    Args:
-      source: the file, for messages.
-    """
+    """Returns the data with the targets that the loss of a model from the file `source` expects."""
     from tfdist.data.sources import one_hot
 
     if not model.compiled or model.loss is None:
@@ -80,11 +76,7 @@ def for_own_loss(model: keras.Model, data: Loaded, source: str) -> Loaded:
 
 
 def from_logits(model: keras.Model, from_file: bool) -> bool | None:
-    """Tells whether scores of classes are logits, by the model's loss, or else tfdist's, which takes logits.
-
-    Returns:
-      None where that is unknown.
-    """
+    """Tells whether scores are logits, by the model's loss or else tfdist's, which takes logits; None if unknown."""
     if not model.compiled:
         from tfdist.models import objective
 
@@ -93,10 +85,7 @@ def from_logits(model: keras.Model, from_file: bool) -> bool | None:
 
 
 def loss_name(model: keras.Model) -> str:
-    """Returns the name of a model's Keras loss, such as `categoricalcrossentropy`, in whatever way it was specified.
-
-    Empty where there are none or several, or it is the user's own.
-    """
+    """Returns the name of a model's Keras loss, such as `categoricalcrossentropy`; empty if it is not one of Keras."""
     import keras
 
     if not model.compiled or model.loss is None or isinstance(model.loss, (dict, list, tuple)):

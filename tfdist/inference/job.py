@@ -61,13 +61,7 @@ def define_model_flags() -> None:
 
 
 def main(run: Callable[[flags.FlagValues], int], own: Sequence[str], with_strategy: bool = True) -> None:
-    """Runs a command that uses a trained model.
-
-    Args:
-      run: its body, called with the parsed flags.
-      own: names of the flags that only this command has.
-      with_strategy: it has the flags of the environment, too.
-    """
+    """Runs a command that uses a trained model, with the flags `own` besides those of model and environment."""
     strategy = [name for name in command_line.OF_THE_ENVIRONMENT if name in flags.FLAGS] if with_strategy else []
     names = tuple(dict.fromkeys([*MODEL_FLAGS, *own, *strategy]))
     parse = functools.partial(command_line.parse, own=names)
@@ -88,16 +82,11 @@ def with_model(
     work: Callable[[Ready, Callable[[], str]], None],
     rows_alone: bool = False,
 ) -> int:
-    """Starts the strategy, loads model and data, and does the work on all workers.
+    """Starts the strategy, loads model and data, and does the work on all workers; returns the exit code.
 
     Args:
-      values: the parsed flags.
-      output: file that the chief is going to write.
       work: called with the model, and with a function that returns why the work must stop, or an empty string.
       rows_alone: another table than that of the training needs no targets, and examples keep their names.
-
-    Returns:
-      The exit code: 143 when a signal has ended it.
     """
     requested = request(values)
     field_syntax.check_local("--output", values.output)
@@ -141,11 +130,7 @@ def with_model(
 def _ready(
     requested: ModelRequest, recorded: config.Experiment | None, distribution: Distribution, rows_alone: bool
 ) -> Ready:
-    """Loads the data, and the model with its weights, on all workers.
-
-    Args:
-      recorded: the run's experiment, on the chief; None on the others, which may not have the run folder.
-    """
+    """Loads data and model; `recorded` is the run's experiment on the chief, None where the folder may be missing."""
     from tfdist.data.datasets import registry
     from tfdist.models import build as models
 
@@ -178,12 +163,7 @@ def _ready(
 def _agreed(
     requested: ModelRequest, recorded: config.Experiment | None, distribution: Distribution
 ) -> tuple[config.Experiment, Spec | None, bool]:
-    """Broadcasts what the chief has read in the run folder.
-
-    Returns:
-      The experiment, the description of its training data where that is known, and whether the request names other
-      data.
-    """
+    """Broadcasts what the chief read: the experiment, its training data if known, and if other data is requested."""
     from tfdist.data import spec_file
 
     fields = spec = other = None
@@ -198,12 +178,7 @@ def _agreed(
 
 
 def new_rows(experiment: config.Experiment, spec: Spec, requested: ModelRequest, rows_alone: bool) -> Loaded:
-    """Loads all rows of another table than that of the training, encoded by the statistics of the training.
-
-    Args:
-      spec: of the training data.
-      rows_alone: leave out the targets.
-    """
+    """Loads all rows of another table than that of the training, encoded by the statistics in its `spec`."""
     from tfdist.data import bucket_files
     from tfdist.data.datasets import tables
     from tfdist.data.loaded import Loaded

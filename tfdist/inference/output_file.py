@@ -17,10 +17,7 @@ STDOUT = "-"
 class OutputFile:
     """Writes text beside the final name, and renames it at the end of a `with` block that raised nothing.
 
-    Args:
-      name: a path, or `-` for standard output.
-      overwrite: replace an existing file.
-      writes: False on workers that write nothing.
+    The name `-` is standard output. Workers that write nothing have `writes=False`.
     """
 
     def __init__(self, name: str, overwrite: bool = False, writes: bool = True):

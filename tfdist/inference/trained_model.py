@@ -97,13 +97,7 @@ def request(
     from_file: bool,
     trust_code: bool = False,
 ) -> ModelRequest:
-    """Returns the request of these flags, checked without access to the disk.
-
-    Args:
-      experiment: of the command line.
-      changes: its fields that were set there, by name.
-      from_file: the experiment was given as a file.
-    """
+    """Returns the request of these flags, checked without the disk; `changes` are fields set on the command line."""
     if bool(workdir) == bool(model):
         both = "--workdir and --model name two models" if model else "neither --workdir nor --model says which model"
         raise UserError(both, "give a run folder such as --workdir=runs/digits, or --model=path.keras")
@@ -183,11 +177,7 @@ def other_data(request: ModelRequest) -> bool:
 
 
 def experiment_from(fields: dict[str, Any], what: str = "the experiment") -> config.Experiment:
-    """Returns the experiment from its `dataclasses.asdict`; missing fields of earlier versions get their defaults.
-
-    Args:
-      what: the source of the fields, for messages.
-    """
+    """Returns the experiment from its `dataclasses.asdict`, read from `what`; missing fields get their defaults."""
     return _from_dict(config.Experiment, fields, what)
 
 
@@ -237,11 +227,7 @@ class Weights:
 
 
 def read_weights(requested: ModelRequest, experiment: config.Experiment, build: Callable[[], keras.Model]) -> Weights:
-    """Reads the weights of a run, and checks that they are as it has written them.
-
-    Args:
-      build: builds the model, with any weights.
-    """
+    """Reads the weights of a run, checked to be as it has written them; `build` builds the model, with any weights."""
     import tensorflow as tf
 
     # A separate model on the host leaves the strategy's variables alone, which are assigned on all workers.

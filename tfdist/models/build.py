@@ -28,11 +28,8 @@ def set_precision(precision: str) -> None:
 def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> keras.Model:
     """Builds `model.name` for this data; call it inside the strategy's scope, on all workers.
 
-    The model's initial weights depend on the experiment's seed alone, and on the file of `model.weights`, which every
-    worker reads.
-
-    Args:
-      quiet: nothing is said of the weights that were taken and the layers that were frozen.
+    The initial weights depend on the experiment's seed and the file of `model.weights` alone, which every worker reads.
+    Unless `quiet`, logs which weights were taken and which layers are frozen.
     """
     wanted = experiment.model
     keras.utils.set_random_seed(experiment.seed)
@@ -67,11 +64,7 @@ def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> ker
 def compiled(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, experiment: config.Experiment, data: Loaded
 ) -> Loaded:
-    """Gives the model its optimizer, and the loss and metrics of the experiment unless it brought its own.
-
-    Returns:
-      The data, its targets in the form that the loss wants.
-    """
+    """Compiles the model with the experiment's loss and metrics or its own; returns data with targets for them."""
     _check_inputs(experiment.model.name, model, data.train)
     train = experiment.train
     if model.compiled:
@@ -162,11 +155,7 @@ def _check_targets(name: str, model: keras.Model, train: Source) -> None:
 
 
 def _check_outputs(name: str, model: keras.Model, classes: int, loss: str) -> None:
-    """Refuses what the loss cannot train: tfdist's own takes logits, and would train probabilities without a word.
-
-    Args:
-      loss: that was asked for; empty for tfdist's own.
-    """
+    """Refuses what the loss (empty: tfdist's own, which takes logits) would train wrongly without a word."""
     outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
     if len(outputs) != 1:  # none: a class of one's own, which has not been called yet
         return

@@ -29,9 +29,6 @@ def freeze(model: keras.Model, text: str) -> str:
       model: built, and not compiled yet.
       text: patterns of layer names such as `conv*, block1_*`, which also stand for what is inside of a layer. One with
         `!` before it takes out what it matches; if all have one, everything else is frozen.
-
-    Returns:
-      A line that says what is frozen.
     """
     patterns = [pattern.strip() for pattern in text.split(",")]
     layers = list(_with_weights(model, ()))

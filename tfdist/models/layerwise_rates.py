@@ -30,18 +30,14 @@ class _Owned(NamedTuple):
 
 
 def factors(model: keras.Model, rates: Mapping[str, float], decay: float = 1.0) -> tuple[float, ...]:
-    """Computes the factor on the learning rate of each trainable variable, and so on its decoupled weight decay.
+    """Computes the factor on learning rate and decoupled weight decay of each trainable variable; none if all are 1.
 
     Args:
       model: built.
-      rates: factor by a pattern (`head*`) for names or paths of layers or variables; of several that match a variable,
-        the last counts.
-      decay: factor between a layer and the one below it (Clark et al., *ELECTRA*, 2020; Bao et al., *BEiT*, 2021): 1
-        for the layer next to the output. Layers that are named as parts of a block (`block3_conv`) count as one, so
+      rates: factor by a pattern (`head*`) for names or paths of layers or variables; the last match counts.
+      decay: factor between a layer and the one below it (Clark et al., *ELECTRA*, 2020; Bao et al., *BEiT*, 2021):
+        1 for the layer next to the output. Layers that are named as parts of a block (`block3_conv`) count as one, so
         does a layer made of layers; embeddings and weights of the model itself are the lowest together.
-
-    Returns:
-      One per variable, in their order; none at all where each would be 1.
     """
     for name, value in {**rates, "layer_decay": decay}.items():
         if not 0 < value < float("inf"):
@@ -64,11 +60,7 @@ def factors(model: keras.Model, rates: Mapping[str, float], decay: float = 1.0) 
 
 
 def matching(model: keras.Model, pattern: str, what: str) -> list[int]:
-    """Returns the numbers of the trainable variables that a pattern is for.
-
-    Args:
-      what: the patterns are for, in words for a message.
-    """
+    """Returns the indices of the trainable variables that match a pattern; `what` names its purpose in messages."""
     names = [_names(owned) for owned in _owned(model)]
     matched = [i for i, known in enumerate(names) if any(fnmatch.fnmatchcase(name, pattern) for name in known)]
     if not matched:

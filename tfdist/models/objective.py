@@ -129,11 +129,7 @@ def _smoothing(spec: KerasObjectSpec, smoothing: float) -> float:
 
 
 def _loss(spec: KerasObjectSpec, model: keras.Model, fitting: dict[str, object]) -> object:
-    """Returns a loss.
-
-    Args:
-      fitting: arguments that Keras' own take besides.
-    """
+    """Returns a loss; Keras' own also take `fitting`."""
     return _of_keras(keras.losses, spec, _logits(spec, model, keras.losses) | fitting) if spec.kind else _own(spec)
 
 
@@ -159,11 +155,7 @@ def _logits(spec: KerasObjectSpec, model: keras.Model, module: object) -> dict[s
 
 
 def _of_keras(module: object, spec: KerasObjectSpec, fitting: dict[str, object]) -> object:
-    """Returns an object of Keras.
-
-    Args:
-      fitting: arguments that stand back behind those that were written.
-    """
+    """Returns an object of Keras, with `fitting` where the experiment gives no such argument."""
     kind = getattr(module, spec.kind, None)
     if kind is None:
         raise UserError(f"{spec.field}={spec.name} needs a newer Keras than {keras.__version__}", "upgrade it")

@@ -100,14 +100,7 @@ def rate(experiment: config.Experiment, plan: Plan) -> float | LearningRateSched
 
 
 class WarmUp(LearningRateSchedule):
-    """A line up to the peak, then a schedule of Keras, for those that have no warm-up of their own.
-
-    Args:
-      after: gives the rate from update `updates` on.
-      start: rate of the first update.
-      peak: rate that the line comes to.
-      updates: that the warm-up lasts.
-    """
+    """A line from `start` to `peak` over `updates`, then `after`: for Keras' schedules without a warm-up."""
 
     def __init__(self, after: LearningRateSchedule, start: float, peak: float, updates: int):
         self.after, self._start, self._peak, self._updates = after, start, peak, updates

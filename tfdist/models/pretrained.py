@@ -27,18 +27,11 @@ Key = tuple[str, ...]
 
 
 def take(model: keras.Model, path: str) -> str:
-    """Gives the model the weights in a file, where layer, variable and shape are the same.
+    """Gives the built model the weights in a file, where layer, variable and shape are the same; returns a summary.
 
     A layer goes by its name, or if Keras has numbered it by its place among those of its class. One that has more or
     fewer variables than in the file takes none: those of BatchNorm without `scale`, say, have the same shapes and other
-    meanings.
-
-    Args:
-      model: built; to be called within the scope of its strategy, on all workers.
-      path: a `.keras`, `.weights.h5` or (as Keras 2 and keras.applications have them) `.h5` file.
-
-    Returns:
-      A line that says how many were taken, and which were not.
+    meanings. All workers call this within the strategy's scope.
     """
     try:
         given = read(path)
@@ -72,11 +65,7 @@ def take(model: keras.Model, path: str) -> str:
 
 
 def read(path: str) -> dict[Key, np.ndarray]:
-    """Returns the weights in a file.
-
-    Raises:
-      OSError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile: it is none that Keras has saved.
-    """
+    """Returns the weights in a `.keras`, `.weights.h5` or (as of Keras 2, keras.applications) `.h5` file."""
     if path.endswith(".keras"):
         with zipfile.ZipFile(path) as archive:
             stored = io.BytesIO(archive.read("model.weights.h5"))
@@ -124,11 +113,7 @@ def _older_places(root: h5py.Group) -> dict[Key, str]:
 
 
 def _keys(chains: Iterable[tuple[tuple[str, ...], str, str]]) -> dict[Key, str]:
-    """Places by key; layers that Keras has numbered are counted anew, in the order in which they come.
-
-    Args:
-      chains: (names of the layers, number of the variable, its place).
-    """
+    """Places by key, from (layers' names, variable's number, place); numbered layers are counted anew, in order."""
     counted: dict[tuple, list[str]] = {}
     places = {}
     for names, number, place in chains:

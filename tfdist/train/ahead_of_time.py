@@ -35,14 +35,7 @@ class Fit:
 def largest_fit(
     needs: Callable[[int, int], float], batch: int, replicas: int, accumulate: int, used: float, limit: float
 ) -> Fit:
-    """Searches for alternatives to a batch that does not fit.
-
-    Args:
-      needs: compiles for a batch and a number of micro-batches; returns the bytes per device.
-      accumulate: micro-batches of the batch.
-      used: bytes that it needs.
-      limit: bytes of the device.
-    """
+    """Searches batches and micro-batches that fit `limit` bytes per device, where one that needs `used` does not."""
     parts = replicas * accumulate
     fits, too_many = 0, -(-batch // parts)
     step = max(1, too_many // FINENESS)
@@ -167,13 +160,10 @@ def _counted(result: compiler.Compiled, prepared: Preparation, rows: int) -> com
 
 
 def roofline(result: compiler.Compiled, batch: int, precision: str, topology: known.Topology) -> list[str]:
-    """Returns an upper bound of the speed (Williams, Waterman and Patterson, *Roofline*, 2009), as a line.
+    """Returns an upper bound of the speed (Williams, Waterman and Patterson, *Roofline*, 2009), as a line if known.
 
     An update takes at least as long as its FLOPs, its memory traffic or its all-reduces (a ring: `2 (W - 1) / W` times
     the bytes) take at the peak of the data sheet, if all three overlap.
-
-    Returns:
-      An empty list if the compiler has counted none of them, or the peak of a GPU at this precision is not known.
     """
     from tfdist.monitoring import flops
 

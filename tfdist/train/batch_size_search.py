@@ -101,14 +101,7 @@ def find(experiment: config.Experiment, environment: Environment, placement: Pla
 def _search(
     attempt: Callable[[Sequence[int]], _Answer], least: int, limit: float, budget: float | None
 ) -> BatchProposal:
-    """Doubles the batch until it does not fit, and bisects once between the last two.
-
-    Args:
-      attempt: tries these sizes in a child, in their order.
-      least: the smallest batch, of which all others are multiples.
-      limit: seconds for all attempts.
-      budget: bytes for the replicas of this worker, None where their devices have a limit.
-    """
+    """Doubles the batch from `least` on until it does not fit `budget` bytes, and bisects once between the last two."""
     first = attempt([FIRST * least * 2**i for i in range(24)])
     fits, too_many, peak = first.fits, first.too_many, first.peak
     if not fits and too_many:  # smaller than the first

@@ -86,12 +86,7 @@ class Memory:
 
 
 def memory(model: keras.Model, available: Mapping[str, float]) -> Memory:
-    """Returns the bytes that a replica needs, and checks that its device has them.
-
-    Args:
-      model: built, with its optimizer.
-      available: bytes for one replica, by the name of its device.
-    """
+    """Returns the bytes that a replica needs; refuses if they exceed those `available`, by the name of the device."""
     optimizer = keras_internals.inner_optimizer(model.optimizer)
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
@@ -107,12 +102,7 @@ def memory(model: keras.Model, available: Mapping[str, float]) -> Memory:
 
 
 def available(replicas: int, gpus: tuple[DriverGPU, ...]) -> dict[str, float]:
-    """Returns the bytes for one replica on this worker, by the name of its device.
-
-    Args:
-      replicas: on this worker.
-      gpus: this worker's GPUs; none for a CPU, whose memory the replicas share.
-    """
+    """Returns the bytes for each of this worker's replicas by device; without GPUs they share the machine's memory."""
     if not gpus:
         return {"this machine": psutil.virtual_memory().total / replicas}
     return {f"GPU {g.number} ({g.name})": g.memory_total * 2**20 for g in gpus if g.memory_total > 0}
@@ -121,12 +111,7 @@ def available(replicas: int, gpus: tuple[DriverGPU, ...]) -> dict[str, float]:
 def lines(
     experiment: config.Experiment, plan: Plan, model: keras.Model, data: Loaded, needs: Memory, folder: str
 ) -> list[str]:
-    """Returns the plan as lines for a terminal of 80 columns.
-
-    Args:
-      needs: bytes of one replica.
-      folder: description of what will be done with the run folder.
-    """
+    """Returns the plan as lines for a terminal of 80 columns; `folder` describes what happens to the run folder."""
     train, optimizer, checkpoint = experiment.train, experiment.optimizer, experiment.checkpoint
     layout = Layout(plan.global_batch, plan.replicas, plan.accumulate)
     tail = plan.examples % plan.global_batch

@@ -58,12 +58,7 @@ def plan(schedule: Plan) -> Plan:
 
 
 def run(prepared: Preparation, check_agreement: str, folder: RunFolder, distribution: Distribution) -> None:
-    """Runs the test; writes a table and a picture of it to the run folder, and nothing else.
-
-    Args:
-      prepared: the experiment, its optimizer made for `plan`.
-      check_agreement: see `--check_agreement`.
-    """
+    """Runs the test with an optimizer made for `plan`; writes a table and a picture of it to the run folder."""
     experiment, losses = prepared.experiment, _Losses()
     logger.info(f"a test of learning rates: {UPDATES} updates, from {LOWEST:g} to {HIGHEST:g}")
     fit.fit(
@@ -108,10 +103,7 @@ def run(prepared: Preparation, check_agreement: str, folder: RunFolder, distribu
 
 
 class _Losses(keras.callbacks.TerminateOnNaN):
-    """Collects the loss of each update, and ends the test when it diverges.
-
-    A loss that is not finite is no error under Keras' class.
-    """
+    """Collects the loss of each update, and ends the test when it diverges; one that is not finite is no error."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -60,11 +60,7 @@ class Run:
         self._weights_sha256, self._weights_norm = "", 0.0
 
     def train(self) -> Result:
-        """Trains, evaluates and saves.
-
-        Returns:
-          The content of `result.json`.
-        """
+        """Trains, evaluates and saves; returns the content of `result.json`."""
         self._begin_folder()
         self._begin_monitoring()
         peers = self._distribution.peers
@@ -242,12 +238,7 @@ def check_same_weights(peers: Peers, weights_sha256: str) -> None:
 
 
 def write_result(folder: RunFolder, result: Result, mistakes: Findings | None, silent: bool = False) -> None:
-    """Writes the report, and last of all `result.json`.
-
-    Args:
-      mistakes: of a classifier, for the report.
-      silent: do not log problems of the report.
-    """
+    """Writes the report, with a classifier's mistakes, and last of all `result.json`; if `silent`, without logging."""
     content = integrity.sealed(dataclasses.asdict(result))
     problem = page.write(folder, content, mistakes)
     if problem and not silent:

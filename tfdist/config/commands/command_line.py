@@ -73,11 +73,7 @@ def field(name: str) -> Any:
 
 
 def parse(argv: list[str], own: Sequence[str] = OF_THE_ENVIRONMENT) -> list[str]:
-    """Parses the flags of a command that takes an experiment, each complaint a `UserError` of one line.
-
-    Args:
-      own: names of its other flags, for `--help`; the experiment's fields follow where `--config` is given.
-    """
+    """Parses the flags of a command that takes an experiment, and for `--help` has the other flags `own`."""
     helps = help_page.is_asked(argv)
     if helps:  # whatever else is on the command line may be why
         kept = [argv[one.place : one.place + 1 + one.separate] for one in _config_arguments(argv)]
@@ -149,13 +145,7 @@ def main(
     flags_parser: Callable[[list[str]], list[str]] = parse,
     interrupted: str = "interrupted at once, nothing was saved",
 ) -> None:
-    """Runs a command's body with the exit codes of the design and one line per error.
-
-    Args:
-      run: the body; takes what the parser leaves and returns the exit code.
-      flags_parser: `parse`, or `parse_own` for a command without an experiment.
-      interrupted: what to tell a person who presses Ctrl-C.
-    """
+    """Runs a command's body on what the parser leaves, with the design's exit codes and one line per error."""
 
     logging.set_verbosity(logging.WARNING)  # TensorFlow tells of every all-reduce at INFO
     # At its end the interpreter looks for cycles among all of TensorFlow's objects, for a second in which others wait.
@@ -216,11 +206,7 @@ def _end_within_limit(code: int) -> None:
 
 
 def clean_up_when_ended(words: str = "") -> None:
-    """Makes SIGTERM and SIGHUP end this process by SystemExit, with a shell's code, so that `finally` is run.
-
-    Args:
-      words: what is then said on standard error, with `{}` for the signal.
-    """
+    """Makes SIGTERM and SIGHUP raise SystemExit with a shell's code, so that `finally` is run, and print `words`."""
 
     process = os.getpid()
 

@@ -22,11 +22,7 @@ _KINDS = {"config": ("configs", ".py"), "flagfile": ("flags", ".flags")}
 
 @functools.cache
 def files(flag: str) -> Mapping[str, pathlib.Path]:
-    """Returns the files that come with tfdist, by name.
-
-    Args:
-      flag: `config` for experiments, `flagfile` for flag files.
-    """
+    """Returns the files that come with tfdist for the flag `config` or `flagfile`, by name."""
     folder, ending = _KINDS[flag]
     package = pathlib.Path(tfdist.__file__).parent
     # Installed, the folders are inside the package; in a checkout beside it. A setup.cfg beside the package says
@@ -37,12 +33,7 @@ def files(flag: str) -> Mapping[str, pathlib.Path]:
 
 
 def path_of(flag: str, value: str) -> str:
-    """Returns the path that the value of a flag means: that of a file, or of one that comes with tfdist.
-
-    Args:
-      flag: `config` or `flagfile`.
-      value: a path, or a name such as `digits_mlp`; after a colon what `get_config` is called with.
-    """
+    """Returns the path that a flag means: a file, or tfdist's by name; after a colon, get_config's argument."""
     path, colon, rest = value.partition(":") if flag == "config" else (value, "", "")
     if os.path.isfile(path):
         return value

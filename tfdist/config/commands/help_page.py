@@ -30,12 +30,7 @@ def is_asked(argv: list[str]) -> bool:
 
 
 def page(names: Iterable[str], asked_for: definition.Experiment | None) -> str:
-    """Returns the help of the command that runs.
-
-    Args:
-      names: of its flags.
-      asked_for: the experiment whose fields are listed, too; None for none.
-    """
+    """Returns the help of the running command: its flags of these names, and the fields of an experiment, if any."""
     width = max(40, min(shutil.get_terminal_size().columns, 80))
 
     def described(names: list[str]) -> str:

@@ -12,14 +12,9 @@ from tfdist.errors import TrainingError
 
 
 class _Stream:
-    """A standard stream that is not the end of a program when it cannot be written.
+    """A standard stream that is not the end of a program when it cannot be written, unless its output is `needed`.
 
-    What the file could not take stays in its buffer as far as it fits, and is tried again with the next words: a disk
-    that has room again gets them.
-
-    Args:
-      stream: the one of Python.
-      needed: whether what is written is what the program is for, so that it has to fail.
+    What the file could not take stays in its buffer as far as it fits, and is tried again with the next words.
     """
 
     def __init__(self, stream: IO[str], needed: bool):
@@ -56,10 +51,7 @@ class _Stream:
 
 
 def fill() -> None:
-    """Puts the null device in the place of standard streams that are closed.
-
-    Else the next file that is opened would get their number, and whatever TensorFlow prints.
-    """
+    """Replaces closed standard streams by the null device; else the next file would get their number and output."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

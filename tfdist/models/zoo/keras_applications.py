@@ -30,10 +30,6 @@ def build(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
 
     Images of one channel become grey ones of three. Values are brought to what the family expects inside the model, so
     that the weights that Keras offers fit, and the saved model takes images as they are stored.
-
-    Args:
-      name: of a function of keras.applications.
-      options: more of its arguments, such as `alpha=0.5` of MobileNet.
     """
     layers.needs_image(name, spec)
     if spec.classes is None:
@@ -109,8 +105,7 @@ def _family(function: Callable[..., keras.Model]) -> str:
 def _head_in_full(model: keras.Model) -> None:
     """Lets the layers from the last one with weights on work in full precision.
 
-    Their type is changed after they have been made, since the families end in different layers
-    (Dense; Conv2D, Reshape and Activation) and none takes a type for them.
+    Their type is changed after the fact: families end in different layers, and none takes a type for them.
     """
     precision = layers.full_precision()
     if precision is None:

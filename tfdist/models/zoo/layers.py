@@ -80,9 +80,8 @@ def full_precision() -> str | None:
 def stochastic_depth(x: keras.KerasTensor, rate: float, name: str) -> keras.KerasTensor:
     """Leaves out `x` [n, ...], a branch beside a shortcut, for each example with probability `rate` while training.
 
-    "Deep Networks with Stochastic Depth" (Huang et al., 2016), per example and not per batch. What is kept is divided
-    by 1 - rate, so that predicting needs no factor. It is Keras' Dropout with one draw per example, whose seeds every
-    replica has of its own.
+    "Deep Networks with Stochastic Depth" (Huang et al., 2016), per example and not per batch: Keras' Dropout with one
+    draw per example. What is kept is divided by 1 - rate, so that predicting needs no factor.
     """
     if not rate:
         return x

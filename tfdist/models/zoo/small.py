@@ -63,15 +63,12 @@ def table_mlp(
 ) -> keras.Model:
     """Numbers as they are and a vector for each category, through `depth` hidden layers of `units`.
 
-    "Entity Embeddings of Categorical Variables" (Guo and Berkhahn, 2016).
+    "Entity Embeddings of Categorical Variables" (Guo and Berkhahn, 2016). Takes {"numbers": float32 [n, k],
+    "categories": int32 [n, c]}, as far as the table has them; returns logits [n, classes], or [n, outputs].
 
     Args:
       embedding: length of a category's vector; 0 for half its number of texts, at most 50.
       outputs: numbers to predict where the targets are not classes.
-
-    Returns:
-      A model of {"numbers": float32 [n, k], "categories": int32 [n, c]}, as far as the table has them; its outputs are
-      logits [n, classes], or [n, outputs].
     """
     numbers = [c for c in spec.columns if c.kind == "number"]
     categories = [c for c in spec.columns if c.kind == "category"]
@@ -137,7 +134,7 @@ def gpt(
     tied: bool = True,
     vocabulary: int = 0,
 ) -> keras.Model:
-    """A causal transformer, normalized before each branch (GPT-2; Radford et al., 2019).
+    """A causal transformer, normalized before each branch (GPT-2; Radford et al., 2019): [n, length] to logits.
 
     There is no mask: padding stands at the end, where nothing before it looks, and must weigh nothing in the loss.
 
@@ -146,9 +143,6 @@ def gpt(
       dropout: rate after the embeddings, in the attention and after each branch.
       tied: the head has the weights of the embedding (Press and Wolf, 2017); otherwise its own.
       vocabulary: tokens; 0 for the 256 bytes, or as many as the data has if that is more.
-
-    Returns:
-      A model of tokens int32 [n, length]; its outputs are logits [n, length, vocabulary].
     """
     layers.needs_sequence("gpt", spec)
     layers.divides(width, heads)

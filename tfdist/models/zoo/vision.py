@@ -21,9 +21,6 @@ def alexnet(spec: Spec, width: int = 64, units: int = 4096, dropout: float = 0.5
       width: channels of the first convolution, 64 as published; the others grow with it.
       units: width of the two hidden layers.
       dropout: rate of what they read.
-
-    Returns:
-      A model with logits.
     """
     layers.needs_image("alexnet", spec)
     small = min(spec.shape[:2]) < ALEXNET_SMALLEST
@@ -63,9 +60,6 @@ def resnet_cifar(spec: Spec, depth: int = 20, width: int = 16, stochastic_depth:
       depth: layers with weights: 20, 32, 44, 56, 110, ...
       width: channels of the first stage.
       stochastic_depth: probability of leaving out the last block; those before it less (Huang et al., 2016).
-
-    Returns:
-      A model with logits.
     """
     layers.needs_image("resnet_cifar", spec)
     if depth < 8 or (depth - 2) % 6:
@@ -94,17 +88,14 @@ def vit(
 ) -> keras.Model:
     """A small vision transformer: "An Image is Worth 16x16 Words" (Dosovitskiy et al., 2021).
 
-    Normalized before each branch; the mean of all patches in place of a class
-    token ("Better plain ViT baselines for ImageNet-1k", Beyer et al., 2022).
+    Normalized before each branch; the mean of all patches in place of a class token ("Better plain ViT baselines for
+    ImageNet-1k", Beyer et al., 2022).
 
     Args:
       patch: pixels per side of a patch; divides both sides of the image.
       width: length of a patch's vector; a multiple of `heads`.
       dropout: rate after the patches, in the attention and after each branch.
       stochastic_depth: probability of leaving out the last block's branches; those before it less.
-
-    Returns:
-      A model with logits.
     """
     layers.needs_image("vit", spec)
     high, wide, channels = spec.shape
