@@ -114,13 +114,8 @@ def test_no_layer_that_may_differ_excuses_a_sum_that_is_not_taken(broken, option
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "sitecustomize.py").write_text(BROKEN if broken else "")
     model = "mlp" if "dropout" in options else "cnn"
-    short = [
-        f"--config.model.name={model}",
-        *TINY[1:],
-        "--config.train.steps=6",
-        options,
-        "--config.train.batch_size=47",
-    ]
+    few = ["--config.train.steps=6", "--config.train.batch_size=47"]
+    short = [f"--config.model.name={model}", *TINY[1:], options, *few]
     command = [sys.executable, "-m", "tfdist.compare", "--strategies=mirrored", "--replicas=2", *short]
     env = environ(tfds_dir, tmp_path / "broken")
     done = processes.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
@@ -366,12 +361,7 @@ def test_figures_of_a_run_with_and_without_the_time():
     result = {"examples_per_second": 5.0, "history": {"loss": [1.0, None]}, "evaluation": {"loss": 1.0}}
     assert results.measured(result, {})["time"] == {}
     result["time"] = {"input": 1.0, "compute": 3.0, "all_reduce": None, "python": 0.0, "later": 9.0}
-    assert results.measured(result, {})["time"] == {
-        "input": 0.25,
-        "compute": 0.75,
-        "all_reduce": None,
-        "python": 0.0,
-    }
+    assert results.measured(result, {})["time"] == {"input": 0.25, "compute": 0.75, "all_reduce": None, "python": 0.0}
     result["time"] = None
     assert results.measured(result, {})["time"] == {}
 

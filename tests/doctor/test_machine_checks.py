@@ -120,11 +120,8 @@ def test_shared_memory(mounted, tmp_path):
 
 def test_a_disk_with_room(tmp_path):
     before = sorted(tmp_path.rglob("*"))
-    one(
-        machine.room(tmp_path / "not" / "yet", least=1),
-        "warn" if shutil.disk_usage(tmp_path).free < 2e9 else "ok",
-        f"free at {tmp_path}",
-    )
+    status = "warn" if shutil.disk_usage(tmp_path).free < 2e9 else "ok"
+    one(machine.room(tmp_path / "not" / "yet", least=1), status, f"free at {tmp_path}")
     one(machine.speed(tmp_path / "not" / "yet", slow=1), "ok", "/s at ")
     one(machine.speed(tmp_path, slow=1e15), "warn", "checkpoints will be slow", "put --workdir on a local disk")
     assert sorted(tmp_path.rglob("*")) == before
@@ -141,12 +138,8 @@ def test_a_full_disk(mounted):
 def test_a_disk_that_fills_up_soon(mounted):
     disk = mounted("size=200m")
     one(machine.room(disk), "warn", "only 209.7 MB free", "free some")
-    one(
-        machine.room(disk, checkpoint=80_000_000, keep=3),
-        "warn",
-        "3 checkpoints like the newest take 320.0 MB",
-        "checkpoint.keep",
-    )
+    text = "3 checkpoints like the newest take 320.0 MB"
+    one(machine.room(disk, checkpoint=80_000_000, keep=3), "warn", text, "checkpoint.keep")
     one(machine.room(disk, checkpoint=300_000_000), "fail", "only", "free some")
 
 
@@ -225,18 +218,11 @@ def test_a_data_set_that_is_not_there(tmp_path, copied):
     empty = {"TFDS_DATA_DIR": str(tmp_path / "none")}
     one(dataset.check(config.Data(), empty), "ok", "digits is not prepared yet")
     one(dataset.check(config.Data(name="mnist"), empty), "warn", "mnist is not prepared in", "where there is a network")
-    one(
-        dataset.check(config.Data(name="digits:2.0.0", data_dir=str(copied)), {}),
-        "warn",
-        "digits:2.0.0 is not prepared",
-        "",
-    )
-    one(
-        dataset.check(config.Data(eval_split="validation", data_dir=str(copied)), {}),
-        "fail",
-        "eval_split='validation' is not in digits, which has train, test",
-        "choose one",
-    )
+    another = config.Data(name="digits:2.0.0", data_dir=str(copied))
+    one(dataset.check(another, {}), "warn", "digits:2.0.0 is not prepared", "")
+    split = config.Data(eval_split="validation", data_dir=str(copied))
+    text = "eval_split='validation' is not in digits, which has train, test"
+    one(dataset.check(split, {}), "fail", text, "choose one")
     (tmp_path / "file").write_text("")
     one(
         dataset.check(config.Data(data_dir=str(tmp_path / "file")), {}),

@@ -117,30 +117,12 @@ def test_the_compilers_report_is_understood():
     "name, precision, traffic, exchanged, expected",
     [
         # 197e9 / 197e12 = 1 ms; 81.9e6 / 819e9 = 0.1 ms; 2 * 7 / 8 * 1e6 / 200e9 = 8.75 us.
-        (
-            "v5e-8",
-            "float32",
-            81.9e6,
-            1_000_000,
-            "1,000 examples/s, by FLOPs .1 ms; memory 0.1, all",
-        ),
+        ("v5e-8", "float32", 81.9e6, 1_000_000, "1,000 examples/s, by FLOPs .1 ms; memory 0.1, all"),
         ("v5e-8", "float32", 8.19e9, 1_000_000, "100 examples/s, by memory .10 ms; FLOPs 1, all-reduce 0.00875.$"),
         ("v5e-1", "float32", 81.9e6, 0, "by FLOPs .1 ms; memory 0.1.$"),
         # 197e9 / 989e12 and / 494e12; 2 * 1 / 2 * 4.5e9 / 450e9 = 10 ms.
-        (
-            "h100x2",
-            "mixed_bfloat16",
-            3.35e6,
-            0,
-            "5,020 examples/s, by FLOPs .0.199 ms",
-        ),
-        (
-            "h100x2",
-            "float32",
-            3.35e6,
-            4_500_000_000,
-            "100 examples/s, by all-reduce .10 ms; FLOPs 0.399, mem",
-        ),
+        ("h100x2", "mixed_bfloat16", 3.35e6, 0, "5,020 examples/s, by FLOPs .0.199 ms"),
+        ("h100x2", "float32", 3.35e6, 4_500_000_000, "100 examples/s, by all-reduce .10 ms; FLOPs 0.399, mem"),
     ],
 )
 def test_the_roofline_is_that_of_the_data_sheet(name, precision, traffic, exchanged, expected):
