@@ -238,10 +238,22 @@ class BucketFolder(RunFolder):
             ) from None
 
     def _upload(self, waits: tuple[float, ...] | None = None) -> None:
+        """Uploads what has changed; raises BucketError if another run has taken the folder."""
         if not self._uploading.acquire(timeout=-1 if waits is None else _BUSY_S):
             raise BucketError(self.name, "another upload is in progress")
         try:
-            self._check_owner(waits)
+            if self._lost:
+                raise BucketError(self.name, "another run has taken it")
+            try:
+                owner = self._bucket.get_bytes(LOCK, waits)
+            except MissingError:
+                owner = self.lock.owner
+                self._bucket.put_bytes(owner, LOCK, waits)
+                self._uploaded.clear()
+                logger.info(f"WARNING: {self.name} was deleted while this run went on: its records are written again")
+            if owner != self.lock.owner:
+                self._lost = True
+                raise BucketError(self.name, f"another run, {first_line(owner)}, has taken it")
             for name, path in self._changed():
                 with contextlib.suppress(FileNotFoundError):
                     version = _version(path)
@@ -249,21 +261,6 @@ class BucketFolder(RunFolder):
                     self._uploaded[name] = version
         finally:
             self._uploading.release()
-
-    def _check_owner(self, waits: tuple[float, ...] | None) -> None:
-        """Raises BucketError if another run has taken the folder."""
-        if self._lost:
-            raise BucketError(self.name, "another run has taken it")
-        try:
-            owner = self._bucket.get_bytes(LOCK, waits)
-        except MissingError:
-            self._bucket.put_bytes(self.lock.owner, LOCK, waits)
-            self._uploaded.clear()
-            logger.info(f"WARNING: {self.name} was deleted while this run went on: its records are written again")
-            return
-        if owner != self.lock.owner:
-            self._lost = True
-            raise BucketError(self.name, f"another run, {first_line(owner)}, has taken it")
 
     def _changed(self) -> list[tuple[str, pathlib.Path]]:
         """Returns the files that differ from the bucket's, by their names there; the result comes last."""

@@ -12,25 +12,16 @@ Check: TypeAlias = Callable[[Any], bool]
 Shape: TypeAlias = Mapping[str, Check]  # checks of the fields of an object
 _MOST = 10**15  # more updates or epochs than a run can have
 
-
-def count(value: object) -> bool:
-    """Accepts a number of updates or epochs."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
-
-
-def number(value: object) -> bool:
-    """Accepts a number that a float can hold, infinity and NaN included."""
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= 2**63)
-
-
-def finite(value: object) -> bool:
-    """Accepts a number that is neither infinite nor NaN."""
-    return number(value) and math.isfinite(value)  # type: ignore[arg-type]
-
-
-def optional(check: Check) -> Check:
-    """Returns a check that accepts None, too."""
-    return lambda value: value is None or check(value)
+text: Check = lambda value: isinstance(value, str)
+flag: Check = lambda value: isinstance(value, bool)
+mapping: Check = lambda value: isinstance(value, dict)
+count: Check = lambda value: type(value) is int and 0 <= value <= _MOST  # of updates or epochs
+# That a float can hold: infinity and NaN are numbers, too.
+number: Check = lambda value: isinstance(value, float) or (isinstance(value, int) and abs(value) <= 2**63)
+finite: Check = lambda value: number(value) and math.isfinite(value)
+optional: Callable[[Check], Check] = lambda check: lambda value: value is None or check(value)
+list_of: Callable[[Check], Check] = lambda check: lambda value: isinstance(value, list) and all(map(check, value))
+by_name: Callable[[Check], Check] = lambda check: lambda value: mapping(value) and all(map(check, value.values()))
 
 
 def array(value: object) -> bool:
@@ -41,19 +32,8 @@ def array(value: object) -> bool:
         return False
 
 
-def _measure(value: object) -> bool:
-    """Accepts a metric: a number, or an array as nested lists."""
-    return number(value) or (isinstance(value, dict) and value.keys() == {"array"} and array(value["array"]))
-
-
-def list_of(check: Check) -> Check:
-    """Returns a check of all entries of a list."""
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-def by_name(check: Check) -> Check:
-    """Returns a check of all values of an object."""
-    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+# A metric: a number, or an array as nested lists.
+_measure: Check = lambda v: number(v) or (mapping(v) and v.keys() == {"array"} and array(v["array"]))
 
 
 def invalid_field(content: object, shape: Shape) -> str:
@@ -72,13 +52,13 @@ def require(content: Mapping[str, Any], shape: Shape) -> None:
 _STATE: Shape = {
     "run": by_name(lambda value: value is None or isinstance(value, int)),
     "replicas": count,
-    "strategy": lambda value: isinstance(value, str),
-    "experiment": by_name(lambda value: isinstance(value, str)),
-    "callbacks": lambda value: isinstance(value, dict),
+    "strategy": text,
+    "experiment": by_name(text),
+    "callbacks": mapping,
     "history": by_name(list_of(_measure)),
     "epochs": list_of(count),
-    "cpu_kernels": lambda value: isinstance(value, str),
-    "data_sha256": lambda value: isinstance(value, str),
+    "cpu_kernels": text,
+    "data_sha256": text,
     "facts": by_name(lambda value: isinstance(value, int | float | str | list)),
 }
 _LATER = {"cpu_kernels": "", "data_sha256": "", "facts": {}}  # earlier versions had none
@@ -86,8 +66,8 @@ _POSITION: Shape = {
     "update": count,
     "epoch": count,
     "begun": count,
-    "measured": lambda value: isinstance(value, bool),
-    "stopped": lambda value: isinstance(value, bool),
+    "measured": flag,
+    "stopped": flag,
     "logs": by_name(_measure),
     "sums": list_of(number),
     "examples": number,

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import keras
 import numpy as np
 
-from tfdist.checkpoints import oom_note, state_shape
+from tfdist.checkpoints import oom_note
+from tfdist.checkpoints import state_shape as check
 from tfdist.checkpoints.run_folder import RunFolder, strict
 from tfdist.cluster.discovery import ALONE, Cluster
 from tfdist.cluster.env_vars import ROUNDS
@@ -81,11 +82,7 @@ class _Started(NamedTuple):
     first: float | None  # time of its first update
 
 
-_STARTED: state_shape.Shape = {
-    "attempt": state_shape.count,
-    "update": state_shape.count,
-    "first": state_shape.optional(state_shape.number),
-}
+_STARTED = {"attempt": check.count, "update": check.count, "first": check.optional(check.number)}
 
 
 class Segments:
@@ -114,7 +111,7 @@ class Segments:
         # The reasons why those of an earlier launch ended are not known.
         begun = [_Started(*row) for row in state["begun"]] if state.get("launch", "") == self._launch != "" else []
         for each in begun:
-            state_shape.require(each._asdict(), _STARTED)
+            check.require(each._asdict(), _STARTED)
         self._before = {each.attempt: each for each in begun if each.attempt < self._own.attempt}
 
     def updated(self) -> None:
@@ -142,14 +139,12 @@ class Segments:
 
 
 # Of `Recorder.get_state`; earlier versions had no `lines`, and some no `segments`.
-_STATE: state_shape.Shape = {
-    "updates": state_shape.count,
-    "in_epoch": state_shape.count,
-    "epochs": state_shape.count,
-    "seconds": state_shape.finite,
-    "history": state_shape.by_name(state_shape.list_of(lambda v: state_shape.array(v) or isinstance(v, dict))),
-    "rollbacks": state_shape.list_of(lambda value: isinstance(value, dict)),
-    "lines": state_shape.list_of(lambda value: isinstance(value, dict)),
+_STATE: check.Shape = {
+    **dict.fromkeys(("updates", "in_epoch", "epochs"), check.count),
+    "seconds": check.finite,
+    "history": check.by_name(check.list_of(lambda v: check.array(v) or check.mapping(v))),
+    "rollbacks": check.list_of(check.mapping),
+    "lines": check.list_of(check.mapping),
 }
 
 
@@ -199,7 +194,7 @@ class Recorder(Callback):
 
     def set_state(self, state: dict) -> None:
         """Resumes from a checkpoint: later records are dropped. ValueError if it is not what `get_state` returns."""
-        state_shape.require({"lines": [], **state}, _STATE)
+        check.require({"lines": [], **state}, _STATE)
         self.updates, self._in_epoch, self.epochs = state["updates"], state["in_epoch"], state["epochs"]
         self._epoch_first = self.updates - self._in_epoch
         self.begun = time.monotonic() - state["seconds"]

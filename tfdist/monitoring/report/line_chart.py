@@ -56,6 +56,19 @@ class Axis(NamedTuple):
         return (value - self.low) / (self.high - self.low)
 
 
+def value(number: float) -> str:
+    """Formats a metric, as precise as on the terminal: `0.9806`, `12.346`, `1.2e-07`."""
+    size = abs(number)
+    if size >= 1e7 or 0 < size < 1e-3:
+        return f"{number:.4g}"
+    return f"{number:,.{max(0, 5 - len(str(int(size))))}f}"
+
+
+def short(number: float) -> str:
+    """Formats any other measurement, with three digits or more: `0.00352`, `75.1`, `5,860`."""
+    return f"{number:,.0f}" if 100 <= abs(number) < 1e7 else f"{number:.3g}"
+
+
 def plot(
     title: str,
     lines: Sequence[Line],
@@ -64,7 +77,7 @@ def plot(
     from_zero: bool = False,
     marks: Sequence[Mark] = (),
     note: str = "",
-    text: Callable[[float], str] | None = None,
+    text: Callable[[float], str] = short,
 ) -> Html:
     """Draws a chart with title, legend, axes and read-out; empty when there are no values.
 
@@ -72,12 +85,11 @@ def plot(
       across: label of the horizontal axis.
       unit: of the values.
       note: a sentence below.
-      text: formats the values in the legend; `short` if not given.
+      text: formats the values in the legend.
     """
     lines = [line for line in lines if line.known]
     if not lines:
         return Html("")
-    text = text or short
     marks = [m if m.kind in ("checkpoint", "resumed", "rollback") else m._replace(kind="other") for m in marks]
     xs = [x for line in lines for x in line.xs] + [mark.x for mark in marks]
     wide = linear(min(0.0, *xs), max(xs), 5, tight=True)
@@ -245,16 +257,3 @@ def _rounded(value: float | None) -> float | int | None:
         return None
     short = float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
     return int(short) if short == int(short) else short
-
-
-def value(number: float) -> str:
-    """Formats a metric, as precise as on the terminal: `0.9806`, `12.346`, `1.2e-07`."""
-    size = abs(number)
-    if size >= 1e7 or 0 < size < 1e-3:
-        return f"{number:.4g}"
-    return f"{number:,.{max(0, 5 - len(str(int(size))))}f}"
-
-
-def short(number: float) -> str:
-    """Formats any other measurement, with three digits or more: `0.00352`, `75.1`, `5,860`."""
-    return f"{number:,.0f}" if 100 <= abs(number) < 1e7 else f"{number:.3g}"
