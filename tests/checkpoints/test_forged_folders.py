@@ -35,13 +35,17 @@ def folder(tmp_path):
     return pathlib.Path(shutil.copytree(OLD, tmp_path / "run"))
 
 
-def forge(checkpoint, text):
-    """Puts another state into a checkpoint, and the right checksums beside it."""
-    (checkpoint / files.STATE).write_text(text)
-    content = {k: v for k, v in json.loads((checkpoint / files.MANIFEST).read_bytes()).items() if k != "sha256"}
-    content["files"][files.STATE] = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    (checkpoint / files.MANIFEST).write_bytes(files._manifest_bytes(content["files"], content["experiment"]))
+def forge(checkpoint, name, content):
+    """Puts another file into a checkpoint, and the right checksums beside it."""
+    (checkpoint / name).write_bytes(content)
+    manifest = json.loads((checkpoint / files.MANIFEST).read_bytes())
+    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (checkpoint / files.MANIFEST).write_bytes(files._manifest_bytes(manifest["files"], manifest["experiment"]))
     files.verify(checkpoint)
+
+
+def asked(folder, checkpoint=""):
+    return trained_model.ModelRequest(str(folder), "", checkpoint, config.Experiment(), {})
 
 
 def changed(path, value):
@@ -89,15 +93,14 @@ FORGED = [
 @pytest.mark.parametrize("text, why", FORGED, ids=[why for _, why in FORGED])
 def test_a_forged_state_is_not_used(text, why, folder, said):
     for name in ("30", "40"):
-        forge(folder / "checkpoints" / name, text)
+        forge(folder / "checkpoints" / name, files.STATE, text.encode())
     fields = config.flat(json.loads((folder / "experiment.json").read_bytes()))
     with pytest.raises(UserError, match=r"none of the 2 checkpoints in .* is valid"):
         resume.choose(folder / "checkpoints", {}, fields, False)
     assert len(said) == 2 and all(why in line and "\n" not in line for line in said)
     assert all(why in finding.problem for finding in doctor.examine(folder / "checkpoints"))
-    asked = trained_model.ModelRequest(str(folder), "", "latest", config.Experiment(), {})
     assert resume.load(folder / "checkpoints" / "40", Disk()) is None
-    assert trained_model.read_experiment(asked).name == "small"
+    assert trained_model.read_experiment(asked(folder, "latest")).name == "small"
 
 
 def test_a_state_of_another_update_than_its_folder(folder):
@@ -142,18 +145,16 @@ def test_what_a_run_writes_is_taken():
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"x"', DEEP, "{", ""])
 def test_a_forged_experiment(text, folder):
     (folder / "experiment.json").write_text(text)
-    asked = trained_model.ModelRequest(str(folder), "", "", config.Experiment(), {})
     with pytest.raises(UserError, match=r"holds no run \(no experiment.json that can be read\): check the path"):
-        trained_model.read_experiment(asked)
+        trained_model.read_experiment(asked(folder))
     assert RunFolder(str(folder)).earlier() is None
 
 
 @pytest.mark.parametrize("fields", [{"data": []}, {"train": {"loss": 3}}, {"model": {"name": {}}}, {"name": None}])
 def test_an_experiment_with_fields_of_another_kind(fields, folder):
     (folder / "experiment.json").write_text(json.dumps(fields))
-    asked = trained_model.ModelRequest(str(folder), "", "", config.Experiment(), {})
     with pytest.raises(UserError, match="which it cannot have been written with: copy it back"):
-        trained_model.read_experiment(asked)
+        trained_model.read_experiment(asked(folder))
 
 
 def test_a_resume_believes_the_newest_checkpoint(folder, said):
@@ -224,11 +225,7 @@ def test_forged_tensors_are_not_used(name, content, folder, said):
     """Their checksums are right, and the error was one of TensorFlow's."""
     for checkpoint in (folder / "checkpoints" / number for number in ("30", "40")):
         whole = (checkpoint / name).read_bytes()
-        (checkpoint / name).write_bytes(whole[: len(whole) // 2] if content == "cut" else content)
-        manifest = json.loads((checkpoint / files.MANIFEST).read_bytes())
-        data = (checkpoint / name).read_bytes()
-        manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        (checkpoint / files.MANIFEST).write_bytes(files._manifest_bytes(manifest["files"], manifest["experiment"]))
+        forge(checkpoint, name, whole[: len(whole) // 2] if content == "cut" else content)
     with pytest.raises(UserError, match=r"none of the 2 checkpoints in .* is valid"):
         resumed(folder)
     assert all(f"{number} is not used: its tensors cannot be read (" in " ".join(said) for number in (30, 40))
@@ -256,9 +253,8 @@ def test_what_is_no_file_is_not_waited_for(kind, folder):
         else:
             with open(path, "wb") as file:
                 file.truncate(1 << 42)
-    asked = trained_model.ModelRequest(str(folder), "", "", config.Experiment(), {})
     with pytest.raises(UserError, match=r"holds no run \(no experiment.json that can be read\)"):
-        trained_model.read_experiment(asked)
+        trained_model.read_experiment(asked(folder))
     run = RunFolder(str(folder))
     run.could_be_created()
     assert run.earlier() is None and not run.completed and oom_note.read(run) == 1

@@ -122,13 +122,9 @@ class Checkpoints:
         self.wait()
         self.in_memory = None
         paths = files.newest_first(self.folder) if run.distribution.is_chief else []
+        usable = filter(None, (load(path, self._storage) for path in paths if files.update_of(path) <= bad))
         while True:
-            chosen = None
-            while paths and chosen is None:
-                path = paths.pop(0)
-                if files.update_of(path) <= bad:
-                    chosen = load(path, self._storage)
-            position = self._restore(run, chosen)
+            position = self._restore(run, next(usable, None))
             if position is None:
                 raise TrainingError(
                     f"the loss is no longer finite after update {bad}, and no checkpoint from before can be used: "
