@@ -218,7 +218,13 @@ def tensor(array: object) -> tf.Tensor:
         if array.dtype.itemsize > _LARGEST_ITEM:
             return tf.convert_to_tensor(array)  # which refuses it in its own words
         fits = array.flags.c_contiguous and array.dtype.isnative and array.ctypes.data % ALIGNMENT == 0
-        return _alias(array if fits and _is_constant(array) else _aligned(array))
+        aligned = array
+        if not (fits and _is_constant(array)):
+            memory = np.empty(array.nbytes + ALIGNMENT, np.uint8)
+            start = -memory.ctypes.data % ALIGNMENT
+            aligned = memory[start : start + array.nbytes].view(array.dtype.newbyteorder("=")).reshape(array.shape)
+            aligned[...] = array
+        return tf.experimental.dlpack.from_dlpack(np.asarray(_Memory(aligned)).__dlpack__())
 
 
 def _is_constant(array: np.ndarray) -> bool:
@@ -229,16 +235,3 @@ def _is_constant(array: np.ndarray) -> bool:
             return False
         base = base.base
     return base is None or isinstance(base, mmap.mmap)
-
-
-def _aligned(array: np.ndarray) -> np.ndarray:
-    memory = np.empty(array.nbytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    copy = memory[start : start + array.nbytes].view(array.dtype.newbyteorder("=")).reshape(array.shape)
-    copy[...] = array
-    return copy
-
-
-def _alias(array: np.ndarray) -> tf.Tensor:
-    """Returns a tensor in the memory of an array, which lives as long as the tensor does."""
-    return tf.experimental.dlpack.from_dlpack(np.asarray(_Memory(array)).__dlpack__())

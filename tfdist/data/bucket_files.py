@@ -67,7 +67,8 @@ def local(path: str, what: str, download: bool = True, braces: bool = False) -> 
     if not objects:
         raise UserError(f"{what} has no files", "give the URL of a file, a folder or a pattern that has some")
     base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tfdist", "data")
-    folder = base / _digest(above, objects)
+    content = [above, [[name, entry.size, entry.tag] for name, entry in sorted(objects.items())]]
+    folder = base / hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     if not folder.is_dir():
         if not download:
             raise UserError(f"{what} is not in {base} yet, and a dry run downloads nothing", "leave out --dry_run")
@@ -84,11 +85,6 @@ def local(path: str, what: str, download: bool = True, braces: bool = False) -> 
                 "free that disk, or set XDG_CACHE_HOME to a folder on another one",
             ) from None
     return str(folder / pattern)
-
-
-def _digest(above: str, objects: dict[str, Entry]) -> str:
-    listed = [[name, entry.size, entry.tag] for name, entry in sorted(objects.items())]
-    return hashlib.sha256(json.dumps([above, listed]).encode()).hexdigest()[:16]
 
 
 def _download(bucket: Bucket, objects: dict[str, Entry], folder: pathlib.Path) -> None:

@@ -8,7 +8,6 @@ import tensorflow as tf
 from tfdist.config import field_syntax
 from tfdist.config.messages import logger
 from tfdist.data.loaded import Loaded
-from tfdist.data.sources import Source
 from tfdist.errors import UserError
 
 
@@ -20,7 +19,9 @@ def resolve(text: str, data: Loaded) -> dict[int, float] | None:
     if not text:
         return None
     classes, names = data.spec.classes, data.spec.names
-    if classes is None or not _one_class_each(data.train):
+    y = (*data.train.specs, None)[1]
+    one_each = y is not None and not tf.nest.is_nested(y) and tf.as_dtype(y.dtype).is_integer
+    if classes is None or not one_each or tuple(y.shape[1:]) not in ((), (1,)):
         raise UserError(f"train.class_weight={text!r} is for data with one class per example", "leave it out")
     weights = balanced(data.train.class_counts(classes)) if text == "balanced" else _parsed(text, classes, names)
     logger.info(f"class weights: {describe(weights, names)}")
@@ -52,10 +53,3 @@ def describe(weights: dict[int, float], names: tuple[str, ...]) -> str:
     shown = sorted(weights, key=lambda c: -weights[c]) if len(weights) > 10 else list(weights)
     words = [f"{label(c)} {weights[c]:.3g}" for c in shown]
     return ", ".join(words if len(words) <= 10 else [*words[:5], "...", *words[-4:]])
-
-
-def _one_class_each(source: Source) -> bool:
-    columns = source.specs
-    if len(columns) < 2 or tf.nest.is_nested(columns[1]) or not tf.as_dtype(columns[1].dtype).is_integer:
-        return False
-    return len(columns[1].shape) == 1 or tuple(columns[1].shape[1:]) == (1,)

@@ -167,7 +167,14 @@ def bounded(contents: tf.Tensor, most: int) -> tf.Tensor:
 
 def decoder(used: Sequence[int]) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
     """Returns a function (contents, which of the `used` ways) -> uint8 [h, w, 3]."""
-    branches = [_one_way(way) for way in used]
+
+    def one_way(way: int) -> Callable[[tf.Tensor], tf.Tensor]:
+        if way != OTHER:
+            return lambda contents: tf.io.decode_jpeg(contents, 3, ratio=way)
+        whole = lambda contents: tf.io.decode_image(contents, 3, expand_animations=False)
+        return lambda contents: tf.ensure_shape(whole(contents), [None, None, 3])
+
+    branches = [one_way(way) for way in used]
 
     def decode(contents: tf.Tensor, which: tf.Tensor) -> tf.Tensor:
         if len(branches) == 1:
@@ -176,10 +183,3 @@ def decoder(used: Sequence[int]) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
         return tf.ensure_shape(image, [None, None, 3])
 
     return decode
-
-
-def _one_way(way: int) -> Callable[[tf.Tensor], tf.Tensor]:
-    if way == OTHER:
-        whole = lambda contents: tf.io.decode_image(contents, 3, expand_animations=False)
-        return lambda contents: tf.ensure_shape(whole(contents), [None, None, 3])
-    return lambda contents: tf.io.decode_jpeg(contents, 3, ratio=way)

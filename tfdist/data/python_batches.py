@@ -63,7 +63,7 @@ class PythonReader(Reader):
         try:
             self._spec = keras.tree.map_structure(_spec, *looked_at)
         except (ValueError, TypeError) as error:
-            raise UserError(f"the first two batches of the {_name(origin)} are not alike: {error}") from error
+            raise UserError(f"the first two batches of the {type(origin).__name__} are not alike: {error}") from error
 
     def dataset(self) -> tf.data.Dataset:
         """Returns what reads the batches."""
@@ -103,18 +103,19 @@ class SequenceReader(PythonReader):
     """Reads a `keras.utils.PyDataset`, whose batches have numbers, with the threads or processes that it asks for."""
 
     def __init__(self, sequence: keras.utils.PyDataset):
+        name = type(sequence).__name__
         try:
             self.size = sequence.num_batches
         except NotImplementedError as error:
-            raise UserError(f"{_name(sequence)} has no length", "give it __len__, or num_batches = None") from error
+            raise UserError(f"{name} has no length", "give it __len__, or num_batches = None") from error
         if sequence.max_queue_size < 1:
-            raise UserError(f"max_queue_size of {_name(sequence)} must be at least 1, got {sequence.max_queue_size}")
+            raise UserError(f"max_queue_size of {name} must be at least 1, got {sequence.max_queue_size}")
         head = [sequence[i] for i in range(_LOOKED_AT if self.size is None else min(_LOOKED_AT, self.size))]
         forked = sequence.use_multiprocessing and sequence.workers > 0
         super().__init__(
             sequence,
             head,
-            f"use_multiprocessing of {_name(sequence)} would fork a worker with its connections to the others: "
+            f"use_multiprocessing of {name} would fork a worker with its connections to the others: "
             "set it to False and have threads (workers=4)"
             if forked
             else "",
@@ -201,8 +202,7 @@ def _comes_from(data: object, module: str, *names: str) -> bool:
 
 def columns(batch: Structure) -> tuple:
     """Returns a batch as Python has made it as (x,), (x, y) or (x, y, weight) of NumPy arrays [n, ...]."""
-    parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-    parts = without_missing(parts)
+    parts = without_missing(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,))
     if not 1 <= len(parts) <= 3:
         raise UserError(f"a batch is (x,), (x, y) or (x, y, weight), got {len(parts)} entries: nest the inputs in x")
     return keras.tree.lists_to_tuples(keras.tree.map_structure(array, parts))
@@ -248,7 +248,3 @@ def _spec(*arrays: np.ndarray) -> tf.TensorSpec:
     shape = [sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*(a.shape[1:] for a in arrays))]
     dtype = tf.string if arrays[0].dtype.kind in "USO" else tf.as_dtype(arrays[0].dtype)
     return tf.TensorSpec([None, *shape], dtype)
-
-
-def _name(data: object) -> str:
-    return type(data).__name__

@@ -43,7 +43,10 @@ class Examples:
         size = len(data)  # type: ignore[arg-type]
         if size == sys.maxsize:
             raise UserError(f"{what} returned examples without end", "leave out repeat()")
-        if size and any("RandomMap" in type(part).__name__ for part in _pipeline(data)):
+        pipeline = [data]
+        for part in pipeline:  # which grows meanwhile, by all that it is made of
+            pipeline += getattr(part, "parents", None) or ()
+        if size and any("RandomMap" in type(part).__name__ for part in pipeline):
             logger.info(
                 f"WARNING: random_map of {what} draws once for an example, alike in each epoch: see data.augment"
             )
@@ -123,14 +126,6 @@ class Examples:
         if not isinstance(example, (tuple, list)) or not 2 <= len(example) <= 3:
             raise ValueError(f"it must be (x, y) or (x, y, weight), got {type(example).__name__}")
         return keras.tree.map_structure(_array, tuple(example))
-
-
-def _pipeline(data: object) -> list[object]:
-    """Returns a data set of Grain and all that it is made of."""
-    parts = [data]
-    for part in parts:
-        parts += getattr(part, "parents", None) or ()
-    return parts
 
 
 def _array(value: Structure) -> np.ndarray:

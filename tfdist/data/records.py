@@ -199,13 +199,19 @@ class RecordFeed(Feed):
         counted = tf.config.threading.get_inter_op_parallelism_threads()
         threads = max(2, counted or 2 * len(os.sched_getaffinity(0)))
         updates = tf.data.Dataset.range(update, np.iinfo(np.int64).max)
+        columns = lambda decoded: decoded if isinstance(decoded, tuple) else (decoded,)
         examples = (
             updates.map(self._numbered)
             .map(lambda rows, seeds: (source.read(rows), seeds), 2)
             .unbatch()
-            .map(lambda stored, seed: (_columns(source.decode(stored, seed)), seed), WAITING * threads)
+            .map(lambda stored, seed: (columns(source.decode(stored, seed)), seed), WAITING * threads)
         )
-        _check(examples.element_spec[0])
+        for spec in keras.tree.flatten(examples.element_spec[0]):
+            if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
+                raise UserError(
+                    f"the decoder gives {spec} for an example: all must have one shape to be batched, "
+                    "resize them or set the shape"
+                )
         examples = examples.batch(width, drop_remainder=True)
 
         def finished(update: tf.Tensor, batch: tuple) -> tuple:
@@ -214,9 +220,13 @@ class RecordFeed(Feed):
             own = [self._by_count[c].own for c in (self._tail, layout.batch)]
             if source.mix:
                 columns, seeds = batch
-                columns = self._mixed(
-                    columns, seeds, tf.cond(last, *(lambda rows=rows: tf.constant(rows) for rows in own))
+                own_rows = tf.cond(last, *(lambda rows=rows: tf.constant(rows) for rows in own))
+                each, partners = (
+                    keras.tree.map_structure(lambda t, at=at: tf.gather(t, at), columns)
+                    for at in (own_rows, own_rows + 1)
                 )
+                # Other seeds than those of `decode`, so that nothing drawn here goes with what was drawn there.
+                columns = source.mix(each, partners, tf.bitwise.invert(tf.gather(seeds, own_rows)))
             else:  # they come first, and are not copied
                 rows = tf.where(last, *map(len, own))
                 columns = keras.tree.map_structure(lambda t: t[:rows], batch[0])
@@ -242,21 +252,12 @@ class RecordFeed(Feed):
         positions = self._by_count[count].positions
         rows = number * self._layout.batch + np.pad(positions, (0, self._width - len(positions)))
         if self._shuffle is not None:
-            rows = self._order_of(epoch)[rows]
+            with self._lock:  # of a rollback's two iterators, each may be in another epoch
+                if self._order is None or self._order[0] != epoch:
+                    self._order = epoch, order(self._shuffle, epoch, self._source.size)
+                rows = self._order[1][rows]
         rows = rows.astype(np.int64)
         return rows, example_seeds(self._seed or 0, 0 if self._seed is None else epoch, rows)
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        with self._lock:  # of a rollback's two iterators, each may be in another epoch
-            if self._order is None or self._order[0] != epoch:
-                self._order = epoch, order(self._shuffle or 0, epoch, self._source.size)
-            return self._order[1]
-
-    def _mixed(self, columns: tuple, seeds: tf.Tensor, own: tf.Tensor) -> tuple:
-        """Mixes each row of this worker with the one that follows it; `own` says where these rows are."""
-        rows, partners = (keras.tree.map_structure(lambda t, at=at: tf.gather(t, at), columns) for at in (own, own + 1))
-        # Other seeds than those of `decode`, so that nothing drawn here goes with what was drawn there.
-        return self._source.mix(rows, partners, tf.bitwise.invert(tf.gather(seeds, own)))  # type: ignore[misc]
 
 
 class _Decoded(NamedTuple):
@@ -298,19 +299,6 @@ def reason(error: Exception) -> str:
         return one_line(error, 120).rstrip(".") or type(error).__name__
     text = str(error.message).split("}} ")[-1].split(" [Op:")[0].split("\nCondition x")[0]
     return one_line(text, 80).rstrip(".")
-
-
-def _columns(decoded: Structure) -> tuple:
-    return decoded if isinstance(decoded, tuple) else (decoded,)
-
-
-def _check(specs: Structure) -> None:
-    for spec in keras.tree.flatten(specs):
-        if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
-            raise UserError(
-                f"the decoder gives {spec} for an example: all must have one shape to be batched, "
-                "resize them or set the shape"
-            )
 
 
 def checksum_of_labels(*columns: np.ndarray) -> int:

@@ -44,30 +44,23 @@ def as_source(data: Any, y: Structure = None, weight: Structure = None) -> Sourc
       y: targets when `data` is arrays.
       weight: sample weights when `data` is arrays.
     """
-    source = _batched(data)
-    if source is not None:
+    reader = None if isinstance(data, (Source, tf.data.Dataset)) else python_batches.reader(data)
+    if reader is not None or isinstance(data, (Source, tf.data.Dataset)):
         if y is not None or weight is not None:
             raise UserError(f"targets and weights belong into the data set itself when it is a {type(data).__name__}")
-        return source
+        if isinstance(data, Source):
+            return data
+        return Batches(data) if reader is None else Batches(reader.dataset(), reader=reader)
     whole = isinstance(data, tuple) and y is None and weight is None and 1 <= len(data) <= 3
     columns = python_batches.without_missing(data if whole else (data, y, weight))
-    return Arrays(keras.tree.map_structure(_column, columns))
+    floats = keras.config.floatx()
 
+    def column(value: object) -> np.ndarray:
+        array = python_batches.array(value)
+        # As Keras does: else float64, NumPy's own type, would meet the float32 of a model's own constants.
+        return array.astype(floats) if array.dtype.kind == "f" and array.dtype != floats else array
 
-def _batched(data: object) -> Source | None:
-    """Returns `data` as a source if it holds its targets itself, else None."""
-    if isinstance(data, Source):
-        return data
-    if isinstance(data, tf.data.Dataset):
-        return Batches(data)
-    reader = python_batches.reader(data)
-    return None if reader is None else Batches(reader.dataset(), reader=reader)
-
-
-def _column(value: object) -> np.ndarray:
-    array, floats = python_batches.array(value), keras.config.floatx()
-    # As Keras does: else float64, NumPy's own type, would meet the float32 of a model's own constants.
-    return array.astype(floats) if array.dtype.kind == "f" and array.dtype != floats else array
+    return Arrays(keras.tree.map_structure(column, columns))
 
 
 def check_labels(y: np.ndarray, classes: int, what: str) -> None:

@@ -40,18 +40,6 @@ def stored(values: tf.Tensor, image: tf.Tensor, maximum: float) -> tf.Tensor:
     return tf.cast(values if image.dtype.is_floating else tf.round(values), image.dtype)
 
 
-def recolored(image: tf.Tensor, matrix: tf.Tensor, offset: tf.Tensor, maximum: float) -> tf.Tensor:
-    """Returns each pixel times `matrix` [c, c] plus `offset` (broadcast to [c])."""
-    pixels = tf.reshape(tf.cast(image, tf.float32), [-1, image.shape[-1]])
-    return tf.reshape(stored(pixels @ matrix + offset, image, maximum), tf.shape(image))
-
-
-def mean_gray(image: tf.Tensor) -> tf.Tensor:
-    """Returns the mean over all pixels of their luma."""
-    means = tf.reduce_mean(tf.cast(image, tf.float32), [0, 1])
-    return means[0] if image.shape[-1] == 1 else tf.tensordot(means, GRAY, 1)
-
-
 def jitter(image: tf.Tensor, factors: tf.Tensor, turn: tf.Tensor | float, maximum: float) -> tf.Tensor:
     """Changes brightness, contrast (around the image's mean) and saturation by `factors` [3]; turns the hue by radians.
 
@@ -60,11 +48,15 @@ def jitter(image: tf.Tensor, factors: tf.Tensor, turn: tf.Tensor | float, maximu
     """
     brightness, contrast, saturation = tf.unstack(factors)
     factor = brightness * contrast
-    offset = (1.0 - contrast) * brightness * mean_gray(image)
+    values = tf.cast(image, tf.float32)
+    means = tf.reduce_mean(values, [0, 1])
+    gray = means[0] if image.shape[-1] == 1 else tf.tensordot(means, GRAY, 1)
+    offset = (1.0 - contrast) * brightness * gray
     if image.shape[-1] == 1:
-        return stored(tf.cast(image, tf.float32) * factor + offset, image, maximum)
+        return stored(values * factor + offset, image, maximum)
     parts = tf.stack([factor, factor * saturation * tf.cos(turn), factor * saturation * tf.sin(turn)])
-    return recolored(image, tf.reshape(parts[None] @ _HUE, [3, 3]), offset, maximum)
+    pixels = tf.reshape(values, [-1, 3]) @ tf.reshape(parts[None] @ _HUE, [3, 3])
+    return tf.reshape(stored(pixels + offset, image, maximum), tf.shape(image))
 
 
 def _hue() -> np.ndarray:
@@ -178,10 +170,7 @@ def posterize(image: tf.Tensor, bits: int, maximum: float) -> tf.Tensor:
 
 
 def sharpen(image: tf.Tensor, factor: tf.Tensor | float, maximum: float) -> tf.Tensor:
-    """Sharpens by a factor: 0 gives PIL's smoothed image, 1 the image, more the opposite of smoothing.
-
-    The border stays as it is.
-    """
+    """Sharpens all but the border by a factor: 0 gives PIL's smoothed image, 1 the image, more the opposite."""
     if any(side is not None and side < 3 for side in image.shape[:2]):
         return image  # all of it is border
     values = tf.cast(image, tf.float32)
@@ -194,24 +183,15 @@ def sharpen(image: tf.Tensor, factor: tf.Tensor | float, maximum: float) -> tf.T
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
-    """The changes that `data.augment` requests.
+    """The changes that `data.augment` requests."""
 
-    Args:
-      steps: operations on one image, in order.
-      mixing: MixUp, CutMix or both, on a batch.
-      maximum: largest value of an image.
-    """
-
-    steps: tuple[augment_syntax.AugmentStep, ...]
-    mixing: tuple[augment_syntax.AugmentStep, ...]
-    maximum: float = 255.0
+    steps: tuple[augment_syntax.AugmentStep, ...]  # operations on one image, in order
+    mixing: tuple[augment_syntax.AugmentStep, ...]  # MixUp, CutMix or both, on a batch
+    maximum: float = 255.0  # largest value of an image
 
     @property
     def smallest(self) -> float | None:
-        """Returns what `resized_crop` was given, or None.
-
-        Where it is given, `crop_window` says what to decode of an image.
-        """
+        """Returns what `resized_crop` was given, or None; then training images are needed whole."""
         return self.steps[0].arguments[0] if self.steps and self.steps[0].name == "resized_crop" else None
 
     @property
@@ -251,10 +231,8 @@ class Recipe:
             match step.name:
                 case "resized_crop":
                     image = resized_crop(image, own, size or tuple(image.shape[:2]), *step.arguments)
-                case "flip":
-                    image = flip(image, own)
-                case "vertical_flip":
-                    image = vertical_flip(image, own)
+                case "flip" | "vertical_flip":
+                    image = flip(image, own, axis=1 if step.name == "flip" else 0)
                 case "crop":
                     image = crop(image, own, int(step.arguments[0]))
                 case "color":
@@ -318,19 +296,9 @@ def _resized(image: tf.Tensor, size: tuple[int, int] | tf.Tensor) -> tf.Tensor:
     return tf.cast(values if image.dtype.is_floating else values + 0.5, image.dtype)
 
 
-def flip(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-    """Exchanges left and right, for half of the seeds."""
-    return _mirrored(image, seed, 1)
-
-
-def vertical_flip(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-    """Exchanges top and bottom, for half of the seeds."""
-    return _mirrored(image, seed, 0)
-
-
-def _mirrored(image: tf.Tensor, seed: tf.Tensor, axis: int) -> tf.Tensor:
-    mirrored = lambda: tf.reverse(image, [axis])
-    return tf.cond(uniform(seed, 1)[0] < 0.5, mirrored, lambda: image)
+def flip(image: tf.Tensor, seed: tf.Tensor, axis: int = 1) -> tf.Tensor:
+    """Exchanges left and right, or top and bottom with `axis` 0, for half of the seeds."""
+    return tf.cond(uniform(seed, 1)[0] < 0.5, lambda: tf.reverse(image, [axis]), lambda: image)
 
 
 def crop(image: tf.Tensor, seed: tf.Tensor, padding: int) -> tf.Tensor:

@@ -131,7 +131,7 @@ def joined(tables: list[Table]) -> Table:
 def header(path: str, delimiter: str = ",") -> list[str]:
     """Returns the column names of a file."""
     with _open(path) as file:
-        rows, wrong = _taken(path, _parser(file, delimiter), 1)
+        rows, wrong = _taken(path, csv.reader(file, delimiter=delimiter, strict=True), 1)
     if wrong:
         raise UserError(f"{path} line 1 {wrong}", "correct the file")
     names = [name.strip() for name in (rows or [[]])[0]]
@@ -187,7 +187,8 @@ class _Reader(TableBuilder):
             names = header(path, self._delimiter)
             check_alike(path, names, paths[0], first)
             with _open(path) as file:
-                reader = _parser(file, self._delimiter)
+                # Python's usual parser would make one text of all from a wrong quote up to the next one.
+                reader = csv.reader(file, delimiter=self._delimiter, strict=True)
                 next(reader)
                 self._read_file(path, reader, names)
         for name in self.columns:
@@ -222,7 +223,9 @@ class _Reader(TableBuilder):
         chunk = {}
         for name, column in values.items():
             if name not in self.kinds:
-                self.kinds[name] = _kind(column)
+                values_of, wrong, huge = numbers(column)
+                many = len(wrong) > (1 - NUMBERS) * _present(values_of, wrong, huge)
+                self.kinds[name] = "category" if many else "number"
             if self.kinds[name] == "category":
                 if "\0" in "".join(column):
                     for i in (i for i, text in enumerate(column) if "\0" in text):
@@ -244,11 +247,6 @@ def _open(path: str) -> TextIO:
         return open(path, encoding="utf-8-sig", newline="")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _parser(file: TextIO, delimiter: str) -> _csv.Reader:
-    """Returns a parser that refuses wrong quotes; Python's usual one makes one text of all up to the next quote."""
-    return csv.reader(file, delimiter=delimiter, strict=True)
 
 
 def _taken(path: str, reader: _csv.Reader, count: int) -> tuple[list[list[str]], str]:
@@ -279,11 +277,6 @@ def number(text: str) -> float:
     if "_" in text or not text.strip().isascii():
         raise ValueError(f"{text!r} is no number")
     return float(text)
-
-
-def _kind(column: tuple[str, ...]) -> str:
-    values, wrong, huge = numbers(column)
-    return "category" if len(wrong) > (1 - NUMBERS) * _present(values, wrong, huge) else "number"
 
 
 def _present(values: np.ndarray, wrong: list[int], huge: list[int]) -> int:

@@ -42,13 +42,9 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     def _split_generators(self, dl_manager):
         del dl_manager
         rows = _rows()
-        return {"train": self._examples(rows[:TRAIN]), "test": self._examples(rows[TRAIN:])}
+        return {"train": self._generate_examples(rows[:TRAIN]), "test": self._generate_examples(rows[TRAIN:])}
 
     def _generate_examples(self, rows):
-        return self._examples(rows)
-
-    @staticmethod
-    def _examples(rows):
         for i, row in enumerate(rows):
             yield i, {"image": row[:64].reshape(8, 8, 1).astype(np.uint8), "label": int(row[64])}
 

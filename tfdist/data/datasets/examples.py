@@ -11,8 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.config import field_syntax
-from tfdist.config.field_syntax import Options
+from tfdist.config.field_syntax import Options, check_whole, suggest
 from tfdist.config.messages import logger
 from tfdist.data.records import UNREADABLE, Records, reason
 from tfdist.data.sources import check_labels
@@ -131,11 +130,11 @@ def check_options(options: Options, known: Collection[str], names: Collection[st
     """Refuses `data.options` that are not among those `known`, and values of another kind; `names` take names."""
     for option, value in options.items():
         if option not in known:
-            raise UserError(f"unknown {option!r} in data.options{field_syntax.suggest(option, tuple(known))}")
+            raise UserError(f"unknown {option!r} in data.options{suggest(option, tuple(known))}")
         if option in names and not (isinstance(value, str) and value):
             raise UserError(f"data.options: {option} must be a name, got {value!r}")
         if option in ("channels", "max_pixels"):
-            field_syntax.check_whole(f"data.options: {option}", value)
+            check_whole(f"data.options: {option}", value)
 
 
 def first_few(problems: Sequence[str], rest: str = "more") -> str:
@@ -185,7 +184,7 @@ def _targets(train: np.ndarray, evaluation: np.ndarray, options: Options) -> tup
         floats = keras.config.floatx()
         return train.astype(floats), evaluation.astype(floats), None
     if number is not None:
-        field_syntax.check_whole("data.options: classes", number)
+        check_whole("data.options: classes", number)
     one_each = [y.reshape(len(y)) if y.ndim == 2 and y.shape[1] == 1 else y for y in (train, evaluation)]
     classes = int(number) if isinstance(number, int) else int(train.max()) + 1
     if number is None and classes > max(_MOST_CLASSES, len(train)):

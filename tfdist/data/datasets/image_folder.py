@@ -39,23 +39,14 @@ class Split:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Look:
-    """A file's kind and size by its first and last bytes.
+    """A file's kind and size by its first and last bytes."""
 
-    Args:
-      kind: `jpeg`, `png`, `gif`, `bmp` or `webp`; empty for something else.
-      size: height and width, or (0, 0) where they cannot be told.
-      problem: what is wrong, or empty.
-      doubtful: only decoding it tells whether it is an image.
-      canvas: height and width by the header alone, for which memory is taken before a byte is decoded.
-      frames: pixels of all frames of a GIF, which are all unpacked.
-    """
-
-    kind: str = ""
-    size: tuple[int, int] = (0, 0)
-    problem: str = ""
-    doubtful: bool = False
-    canvas: tuple[int, int] = (0, 0)
-    frames: int = 0
+    kind: str = ""  # `jpeg`, `png`, `gif`, `bmp` or `webp`; empty for something else
+    size: tuple[int, int] = (0, 0)  # height and width, or zeros where they cannot be told
+    problem: str = ""  # what is wrong, or empty
+    doubtful: bool = False  # only decoding it tells whether it is an image
+    canvas: tuple[int, int] = (0, 0)  # by the header alone, for which memory is taken before a byte is decoded
+    frames: int = 0  # pixels of all frames of a GIF, which are all unpacked
 
     @property
     def pixels(self) -> int:
@@ -64,10 +55,9 @@ class Look:
     @property
     def extent(self) -> str:
         """Describes the pixels in a message."""
-        height, width = self.canvas
-        if self.frames > height * width:
+        if self.frames > self.canvas[0] * self.canvas[1]:
             return f"{self.frames:,} pixels in its frames"
-        return f"{width} x {height} pixels"
+        return f"{self.canvas[1]} x {self.canvas[0]} pixels"
 
 
 def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
@@ -177,8 +167,11 @@ def _judged(file: int, head: bytes, tail: bytes, length: int) -> Look:
         canvas, frames = image_decoding.gif_size(os.pread(file, length, 0))
         return Look("gif", doubtful=True, canvas=canvas, frames=frames)
     if head.startswith(b"BM"):
-        bits = struct.unpack("<H", head[28:30])[0]
-        if bits < 24 and _has_colors(head, os.pread(file, 2048, 0)):
+        (end, header), (bits,) = struct.unpack("<II", head[10:18]), struct.unpack("<H", head[28:30])
+        start = os.pread(file, 2048, 0)
+        # TensorFlow takes the numbers of a palette's colors for grays, which is right for grays in order only.
+        colors = [start[i : i + 3] for i in range(14 + header, min(end, len(start)) - 3, 4)]
+        if bits < 24 and any(color != bytes([i] * 3) for i, color in enumerate(colors)):
             return Look("bmp", problem="is a BMP with a palette, which TensorFlow does not decode")
         return Look("bmp", doubtful=True, canvas=image_decoding.bmp_size(head))
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
@@ -207,13 +200,6 @@ def _jpeg_size(file: int, head: bytes) -> tuple[int, int]:
             return 0, 0
         at += 2 + struct.unpack(">H", here[2:4])[0]
     return 0, 0
-
-
-def _has_colors(head: bytes, start: bytes) -> bool:
-    """Returns whether a BMP's palette is more than grays in order; TensorFlow takes its numbers for grays."""
-    begin, end = 14 + struct.unpack("<I", head[14:18])[0], struct.unpack("<I", head[10:14])[0]
-    colors = [start[i : i + 3] for i in range(begin, min(end, len(start)) - 3, 4)]
-    return any(color != bytes([i] * 3) for i, color in enumerate(colors))
 
 
 _NAMED = 3  # broken files that a message names
@@ -341,9 +327,6 @@ def _records(
         table = (tf.constant(files), tf.constant(labels), tf.constant(which.astype(np.int32)))
     pixels = image_decoding.decoder(used.tolist())
 
-    def read(rows: tf.Tensor) -> tuple:
-        return tuple(tf.gather(column, rows) for column in table)
-
     def decode(stored: tuple, seed: tf.Tensor) -> tuple:
         del seed
         path, label, which = stored
@@ -351,7 +334,7 @@ def _records(
         return image if size is None else tf.ensure_shape(image, [*size, 3]), label
 
     def decode_or_skip(stored: tuple, seed: tf.Tensor) -> tuple:
-        """Decodes by way of a data set of one example, which is what catches an error inside a pipeline."""
+        # A data set of one example is what catches an error inside a pipeline.
         one = tf.data.Dataset.from_tensors(stored)
         good = one.map(lambda *stored: (*decode(stored, seed), 1.0)).ignore_errors()
         return good.concatenate(one.map(nothing)).take(1).get_single_element()
@@ -359,8 +342,8 @@ def _records(
     def nothing(path: tf.Tensor, label: tf.Tensor, which: tf.Tensor) -> tuple:
         del which
         line = tf.strings.join(["tfdist: WARNING: ", path, " cannot be decoded and is skipped"])
-        said = tf.print(line, output_stream=sys.stdout)
-        with tf.control_dependencies([said]):
+        with tf.control_dependencies([tf.print(line, output_stream=sys.stdout)]):
             return tf.zeros([*(size or (1, 1)), 3], tf.uint8), tf.identity(label), 0.0
 
+    read = lambda rows: tuple(tf.gather(column, rows) for column in table)
     return Records(len(files), read, decode_or_skip if skip else decode, name=files.__getitem__, labels=labels)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
+T = TypeVar("T")
+
 
 def header(path: str) -> list[str]:
     """Returns the column names of a file."""
-    names = _file(path).schema_arrow.names
+    names = _opened(path, lambda file: file.schema_arrow.names)
     csv_reader.check_names(path, names)
     return names
 
@@ -33,7 +35,7 @@ def read(paths: Sequence[str], columns: Iterable[str], kinds: dict[str, str], sk
     first, builder = header(paths[0]), csv_reader.TableBuilder(columns, kinds)
     for path in paths:
         csv_reader.check_alike(path, header(path), paths[0], first)
-        table = _taken(path, builder.columns)
+        table = _opened(path, lambda file: file.read(columns=builder.columns))
         bad: dict[int, str] = {}
         chunk = {}
         for name in builder.columns:
@@ -48,27 +50,15 @@ def read(paths: Sequence[str], columns: Iterable[str], kinds: dict[str, str], sk
     return builder.table(f"{paths[0]} has no rows", skip)
 
 
-def _file(path: str) -> ParquetFile:
+def _opened(path: str, use: Callable[[ParquetFile], T]) -> T:
+    """Returns what `use` gets from a file."""
     from pyarrow import parquet
 
     try:
-        return parquet.ParquetFile(path, page_checksum_verification=True)
+        return use(parquet.ParquetFile(path, page_checksum_verification=True))
     except Exception as error:  # Arrow has errors of its own, some of them those of Python
-        raise _unreadable(path, error) from None
-
-
-def _taken(path: str, columns: list[str]) -> pa.Table:
-    try:
-        return _file(path).read(columns=columns)
-    except UserError:
-        raise
-    except Exception as error:  # as above
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: str, error: Exception) -> UserError:
-    why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error, 150).rstrip(".")
-    return UserError(f"{path} cannot be read: {why}", "give a Parquet file")
+        why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error, 150).rstrip(".")
+        raise UserError(f"{path} cannot be read: {why}", "give a Parquet file") from None
 
 
 def _kind(path: str, name: str, kind: pa.DataType) -> str:

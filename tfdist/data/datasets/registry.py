@@ -21,6 +21,7 @@ from tfdist.data import bucket_files, image_decoding, python_examples
 from tfdist.data import loaded as loaded_lib
 from tfdist.data.arrays import Arrays, in_memory, size_in_memory
 from tfdist.data.augmentation import ops
+from tfdist.data.datasets import array_files, huggingface, image_folder, tables, text, tfrecords, webdataset
 from tfdist.data.loaded import Loaded, described
 from tfdist.data.protocol import Source
 from tfdist.data.records import Records
@@ -120,49 +121,34 @@ def _stored(experiment: config.Experiment, prepare: bool, hold_out: bool) -> Loa
     options = field_syntax.options("data.options", data.options)
     splits = {"data.train_split": data.train_split, "data.eval_split": data.eval_split}
     size, skip = field_syntax.image_size(data.image_size), data.on_error == "skip"
-    # Formats are imported when they are needed: TFDS takes a second.
     match data.name.partition(":"):
         case ["synthetic", "", ""]:
             return _from_splits(user_functions.call("data.options", synthetic, options), splits)
         case ["stdlib_text", "", ""]:
-            from tfdist.data.datasets import text
-
             return _from_splits(user_functions.call("data.options", text.stdlib_text, options), splits)
         case ["csv" | "parquet" as kind, ":", path]:
-            from tfdist.data.datasets import tables
-
             made = tables.prepare(path, options, (data.train_split, data.eval_split), skip, kind)
             train = Arrays(made.train)
             spec = Spec((len(made.columns),), "float32", made.classes, 1.0, made.names, made.columns, made.target)
             return Loaded(train, Arrays(made.eval), train.size, spec)
         case ["hf", ":", name]:
-            from tfdist.data.datasets import huggingface
-
             return _of_one_size(data, size, huggingface.load(name, splits, options, size is not None, prepare))
         case ["image_folder", ":", path]:
             return _from_image_folder(data, path, options, size, hold_out)
         case ["numpy", ":", path]:
-            from tfdist.data.datasets import array_files
-
             return array_files.load(path, splits, options, lambda size: _fits(size, data.cache))
         case ["text", ":", path]:
-            from tfdist.data.datasets import text
-
             room = {"memory": math.inf, "stream": 0.0, "auto": _memory()}[data.cache]
             return user_functions.call("data.options", text.load, options, path, splits, room)
         case ["tfrecord", ":", path]:
-            from tfdist.data.datasets import tfrecords
-
             return _of_one_size(data, size, tfrecords.load(path, splits, options, skip, size is not None))
         case ["webdataset", ":", pattern]:
-            from tfdist.data.datasets import webdataset
-
             return _of_one_size(data, size, webdataset.load(pattern, splits, options, skip, size is not None))
     if _is_function(data.name):
         return _from_function(experiment, user_functions.resolve("data.name", data.name), options)
     if options:
         raise UserError(f"data.options={data.options!r} is for functions, the TFDS data set {data.name!r} takes none")
-    from tfdist.data.datasets import tfds
+    from tfdist.data.datasets import tfds  # which takes a second to import
 
     return tfds.load(experiment, _memory(), prepare)
 
@@ -204,8 +190,6 @@ def _from_splits(made: dict[str, tuple], splits: dict[str, str]) -> Loaded:
 def _from_image_folder(
     data: config.Data, path: str, options: Options, size: tuple[int, int] | None, hold_out: bool
 ) -> Loaded:
-    from tfdist.data.datasets import image_folder
-
     most = options.get("max_pixels", image_decoding.MOST_PIXELS)
     if options.keys() - {"max_pixels"}:
         raise UserError(f"data.options={data.options!r}: image_folder knows max_pixels alone")
@@ -286,7 +270,7 @@ def _held(source: Source, data: config.Data, size: tuple[int, int] | None, whole
         return source
     made: Records = source.by_number("data.image_size")
     if size is not None:
-        made = sized(made, size, data.resize)
+        made = made.map_inputs(lambda x, seed: ops.resize(x, size, data.resize))
     return in_memory(made) if _fits(size_in_memory(made), data.cache) else made
 
 
@@ -302,14 +286,9 @@ def _memory() -> float:
     return _MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def sized(source: Records, size: tuple[int, int], policy: str) -> Records:
-    """Makes the images of a source `size`, as `ops.resize` does it."""
-    return source.map_inputs(lambda x, seed: ops.resize(x, size, policy))
-
-
 def resized(source: Source, size: tuple[int, int], policy: str) -> Arrays | Records:
     """Makes the images of any source `size`; those in memory at once."""
-    made = sized(source.by_number("data.image_size"), size, policy)
+    made = source.by_number("data.image_size").map_inputs(lambda x, seed: ops.resize(x, size, policy))
     return made if source.columns is None else in_memory(made)
 
 

@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.config import field_syntax
 from tfdist.config.field_syntax import Options
 from tfdist.config.messages import logger
 from tfdist.data.datasets import csv_reader, parquet_reader
 from tfdist.data.datasets.csv_reader import Table
-from tfdist.data.datasets.examples import first_few
+from tfdist.data.datasets.examples import check_options, first_few
 from tfdist.data.sources import order
 from tfdist.data.spec import Column
 from tfdist.data.splits import named, select
@@ -59,7 +58,7 @@ def files_by_split(kind: str, path: str) -> dict[str, list[str]]:
     return {"train": paths}
 
 
-def _readers(kind: str, options: field_syntax.Options) -> tuple[Callable[..., list[str]], Callable[..., Table]]:
+def _readers(kind: str, options: Options) -> tuple[Callable[..., list[str]], Callable[..., Table]]:
     """Returns `header` and `read` of `csv_reader` or `parquet_reader`, by one of `ENDINGS`."""
     if kind == "parquet":
         if "delimiter" in options:
@@ -132,12 +131,6 @@ def by_value(text: str) -> tuple:
         return 1, 0.0, text
 
 
-def is_found_by_value(text: str) -> bool:
-    """Returns whether a class is a whole number as `tables` writes it, which no other class equals in value."""
-    _, value, _ = by_value(text)
-    return abs(value) < EXACT and text == f"{value:.0f}"
-
-
 FEW = 20  # targets of at most this many different whole numbers are classes
 
 TEXTS = 1000  # more different texts than this, in more than half of the rows, are names and no category
@@ -181,7 +174,7 @@ class Prepared:
 
 def prepare(
     path: str,
-    options: field_syntax.Options,
+    options: Options,
     splits: tuple[str, str],
     skip: bool = False,
     kind: str = "csv",
@@ -222,12 +215,9 @@ def prepare(
     return Prepared(made[0], made[1], columns, target, classes, target.vocabulary if classes else ())
 
 
-def _options(given: field_syntax.Options, names: list[str], what: str) -> TableOptions:
+def _options(given: Options, names: list[str], what: str) -> TableOptions:
     columns = ", ".join(names)
-    known = [field.name for field in dataclasses.fields(TableOptions)]
-    for name in given:
-        if name not in known:
-            raise UserError(f"unknown {name!r} in data.options{field_syntax.suggest(name, tuple(known))}")
+    check_options(given, [field.name for field in dataclasses.fields(TableOptions)])
     if "target" not in given:
         raise UserError(f"{what} needs data.options=target=NAME, the column to predict, one of: {columns}")
     lists = ("use", "leave_out", "categories")
@@ -334,7 +324,8 @@ def read_rows(
     """Reads new rows with their targets, to evaluate on them; `options` are those that the model was trained with."""
     numbers = target.kind == "number"
     if not numbers and not options.get("classify"):  # few whole numbers were read as numbers, and "1.0" is a 1
-        numbers = all(map(is_found_by_value, target.vocabulary))
+        values = [(text, by_value(text)[1]) for text in target.vocabulary]
+        numbers = all(abs(value) < EXACT and text == f"{value:.0f}" for text, value in values)
     kinds = {c.name: c.kind for c in columns} | {target.name: "number" if numbers else "category"}
     table = _read_known(path, kinds, options, skip, kind)
     if table.skipped:

@@ -46,7 +46,9 @@ def prepared(data: config.Data, memory: float, prepare: bool) -> tfds.core.Datas
       memory: bytes that a split may take when `data.cache` is `auto`.
       prepare: False to refuse one that would have to be downloaded first, and to leave nothing behind.
     """
-    _quieten()
+    tfds.disable_progress_bar()
+    logging.getLogger("absl").addFilter(_quiet)
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # a warning of three lines for each retry of a download
     builder = _builder(data.name, os.path.expanduser(data.data_dir) or None)
     exists, own = os.path.isdir(builder.data_dir), type(builder).__module__.startswith("tfdist.")
     if not (prepare or exists or own):
@@ -185,12 +187,6 @@ def _will_not_fit(builder: tfds.core.DatasetBuilder, cache: str, memory: float) 
     return not is_fixed(builder.info.features) or known > memory
 
 
-def _quieten() -> None:
-    tfds.disable_progress_bar()
-    logging.getLogger("absl").addFilter(_quiet)
-    logging.getLogger("urllib3").setLevel(logging.ERROR)  # a warning of three lines for each retry of a download
-
-
 def _quiet(record: logging.LogRecord) -> bool:
     """Drops TFDS' records about folders and file formats, except warnings."""
     return record.levelno >= logging.WARNING or "tensorflow_datasets" not in record.pathname
@@ -207,75 +203,59 @@ def load(experiment: config.Experiment, memory: float, prepare: bool = True) -> 
     shuffle buffer and goes on anywhere at once, and one in another format as a stream. What is prepared here and will
     not fit is written as `array_record`.
     """
-    data = experiment.data
-    reader = _SplitReader(experiment, prepared(data, memory, prepare), memory)
-    info, target = reader.info, reader.info.features[reader.keys[1]]
-    train = reader.split("data.train_split", data.train_split, experiment.train.batch_size)
-    evaluation = reader.split("data.eval_split", data.eval_split, experiment.eval.batch_size)
+    data, builder = experiment.data, prepared(experiment.data, memory, prepare)
+    features, keys = builder.info.features, builder.info.supervised_keys
+    if not keys or not all(isinstance(key, str) for key in keys):
+        raise UserError(
+            f"data set {data.name!r} does not say which feature is the target", "wrap it in a package.module:function"
+        )
+    inputs = _input_spec(data, features[keys[0]], keys[0])
+    train, evaluation = (_source(experiment, builder, inputs, memory, field) for field in ("train", "eval"))
+    target = features[keys[1]]
     spec = Spec(
-        tuple(reader.spec.shape),
-        np.dtype(reader.spec.dtype.as_numpy_dtype).name,
+        tuple(inputs.shape),
+        np.dtype(inputs.dtype.as_numpy_dtype).name,
         getattr(target, "num_classes", None),
         # Of the data set and not of the split in memory, so that a stream is scaled alike.
-        getattr(reader.builder, "MAXIMUM", 255.0),
+        getattr(builder, "MAXIMUM", 255.0),
         tuple(getattr(target, "names", None) or ()),
     )
     for source in (train, evaluation):
         if spec.classes is not None and source.columns is not None:
             check_labels(source.columns[1], spec.classes, "the data set")
-    return Loaded(train, evaluation, info.splits[data.train_split].num_examples, spec)
+    return Loaded(train, evaluation, builder.info.splits[data.train_split].num_examples, spec)
 
 
-class _SplitReader:
-    """Reads the splits of one prepared data set."""
-
-    def __init__(self, experiment: config.Experiment, builder: tfds.core.DatasetBuilder, memory: float):
-        self._experiment, self._memory = experiment, memory
-        self.builder, self.info = builder, builder.info
-        name, features = experiment.data.name, builder.info.features
-        self.keys = builder.info.supervised_keys
-        if not self.keys or not all(isinstance(key, str) for key in self.keys):
-            raise UserError(
-                f"data set {name!r} does not say which feature is the target", "wrap it in a package.module:function"
-            )
-        self.spec = _input_spec(experiment.data, features[self.keys[0]], self.keys[0])
-        """Type and shape of one input, once images of all sizes have one."""
-
-        self._columns = tfds.features.FeaturesDict({key: features[key] for key in self.keys})
-
-    def split(self, field: str, name: str, batch: int) -> Source:
-        """Returns the source of the split that a field names, in batches of `batch` if it is read as a stream."""
-        data, builder = self._experiment.data, self.builder
-        count = self._examples(field, name)
-        fits = data.cache == "memory" or (
-            data.cache == "auto" and _bytes(self._columns, self.info.splits[name]) < self._memory
-        )
-        fixed = is_fixed(self._columns)
-        if self.info.file_format == BY_NUMBER:
-            # A crop that is resized is cut from the whole image, by whoever augments.
-            whole = field == "data.train_split" and parse(data.augment).smallest is not None
-            size = None if fixed or whole else tuple(self.spec.shape[:2])
-            source = _records(builder, name, self._columns, self.keys, size, data.resize)
-            return in_memory(source) if fits and fixed else source
-        if fits and fixed:
-            table = builder.as_dataset(split=name, batch_size=-1, as_supervised=True, shuffle_files=False)
-            return Arrays(tuple(tfds.as_numpy(table)))
-        decoders, decode = _undecoded(self.info.features, self.keys, self.spec, data.resize)
-        stream = builder.as_dataset(split=name, as_supervised=True, shuffle_files=False, decoders=decoders)
-        if field == "data.train_split" and data.shuffle:
-            buffer = min(count, 16 * batch + 10_000)
-            stream = stream.shuffle(buffer, seed=self._experiment.seed, reshuffle_each_iteration=True)
-        return Batches(stream.batch(batch), decode)
-
-    def _examples(self, field: str, split: str) -> int:
-        name, splits = self._experiment.data.name, self.info.splits
-        try:
-            count = splits[split].num_examples
-        except (KeyError, ValueError, AssertionError):
-            raise UserError(f"unknown {field} {split!r}: {name} has {', '.join(splits)}") from None
-        if not count:
-            raise UserError(f"{field}={split!r} of {name} is empty", "choose a split with examples")
-        return count
+def _source(
+    experiment: config.Experiment, builder: tfds.core.DatasetBuilder, inputs: tf.TensorSpec, memory: float, use: str
+) -> Source:
+    """Returns the split to use for `train` or `eval`; images of all sizes get that of `inputs`."""
+    data, info, keys = experiment.data, builder.info, builder.info.supervised_keys
+    field, split = f"data.{use}_split", getattr(data, f"{use}_split")
+    try:
+        count = info.splits[split].num_examples
+    except (KeyError, ValueError, AssertionError):
+        raise UserError(f"unknown {field} {split!r}: {data.name} has {', '.join(info.splits)}") from None
+    if not count:
+        raise UserError(f"{field}={split!r} of {data.name} is empty", "choose a split with examples")
+    columns = tfds.features.FeaturesDict({key: info.features[key] for key in keys})
+    fixed = is_fixed(columns)
+    fits = data.cache == "memory" or (data.cache == "auto" and _bytes(columns, info.splits[split]) < memory)
+    if info.file_format == BY_NUMBER:
+        # A crop that is resized is cut from the whole image, by whoever augments.
+        whole = use == "train" and parse(data.augment).smallest is not None
+        size = None if fixed or whole else tuple(inputs.shape[:2])
+        source = _records(builder, split, columns, keys, size, data.resize)
+        return in_memory(source) if fits and fixed else source
+    if fits and fixed:
+        table = builder.as_dataset(split=split, batch_size=-1, as_supervised=True, shuffle_files=False)
+        return Arrays(tuple(tfds.as_numpy(table)))
+    batch = getattr(experiment, use).batch_size
+    decoders, decode = _undecoded(info.features, keys, inputs, data.resize)
+    stream = builder.as_dataset(split=split, as_supervised=True, shuffle_files=False, decoders=decoders)
+    if use == "train" and data.shuffle:
+        stream = stream.shuffle(min(count, 16 * batch + 10_000), experiment.seed, reshuffle_each_iteration=True)
+    return Batches(stream.batch(batch), decode)
 
 
 def _input_spec(data: config.Data, feature: tfds.features.FeatureConnector, key: str) -> tf.TensorSpec:

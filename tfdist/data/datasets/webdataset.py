@@ -20,8 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.config import field_syntax
-from tfdist.config.field_syntax import Options
+from tfdist.config.field_syntax import Options, expanded
 from tfdist.data import image_decoding
 from tfdist.data.datasets import examples
 from tfdist.data.datasets.examples import ByteRanges, Parts
@@ -62,7 +61,7 @@ def files(path: str) -> dict[str, list[str]]:
         # What is compressed is found, too, and refused then.
         found = [f for end in ("*.tar*", "*.tgz") for f in glob.glob(os.path.join(glob.escape(path), end))]
     else:
-        for part in [path] if os.path.isfile(path) else field_syntax.expanded("data.name", path):
+        for part in [path] if os.path.isfile(path) else expanded("data.name", path):
             matching = glob.glob(part, recursive=True)
             if not matching and part != path and not glob.has_magic(part):
                 raise UserError(f"{what}: there is no file {part}", "correct the numbers in braces, or bring it here")
