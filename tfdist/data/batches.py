@@ -25,6 +25,9 @@ from tfdist.data.records import Records
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 
+_ROWS, _ENTRIES = 64, 1024  # rows of a batch, and entries of each, that a checksum looks at, about
+_FACTOR = 0x1E3779B97F4A7C15  # Odd, with many bits set
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batches(Source):
@@ -263,10 +266,6 @@ class SequenceFeed(BatchFeed):
     def resume(self, update: int, epoch: int, begun: int) -> None:
         """Begins to read anew; the position is a function of the update."""
         self._iterator = None
-
-
-_ROWS, _ENTRIES = 64, 1024  # rows of a batch, and entries of each, that a checksum looks at, about
-_FACTOR = 0x1E3779B97F4A7C15  # Odd, with many bits set
 
 
 class BatchOrder:

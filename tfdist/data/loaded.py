@@ -26,6 +26,9 @@ from tfdist.data.spec import Spec
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 
+SMALLEST = 1 << 24  # arrays that take fewer bytes together are not worth it
+_ROOM = 1 << 12
+
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Loaded:
@@ -71,10 +74,6 @@ def described(train: Source, evaluation: Source) -> Loaded:
             if targets is not None and not tf.nest.is_nested(targets):
                 check_labels(targets, classes, "the data set")
     return Loaded(train, evaluation, train.size, Spec(shape, dtype.name, classes, maximum))
-
-
-SMALLEST = 1 << 24  # arrays that take fewer bytes together are not worth it
-_ROOM = 1 << 12
 
 
 class SharedTables:

@@ -22,6 +22,8 @@ from tfdist.data.batch_layout import Layout, unpack
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 
+_MOST = 32  # batches that a `StaticFeed` reads for one call; they lie in memory together
+
 
 def order(seed: int, epoch: int, size: int) -> np.ndarray:
     """Returns the order of one epoch: a permutation of `size` by a counter-based generator (Philox), int32."""
@@ -81,9 +83,6 @@ class Feed:
         """Returns the examples of the batch of `update`, and the batches from it on with as many; None if unknown."""
         del update
         return None
-
-
-_MOST = 32  # batches that a `StaticFeed` reads for one call; they lie in memory together
 
 
 class StaticFeed(Feed):

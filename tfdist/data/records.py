@@ -18,8 +18,11 @@ from tfdist.data.protocol import Feed, FeedCall, Source, order
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError, one_line
 
-AHEAD = 2  # batches that lie ready. Not AUTOTUNE, which may take half of the machine's memory.
+UNREADABLE = (tf.errors.OpError, UnicodeDecodeError)
+"""Raised by TensorFlow for a record that it cannot read; the latter where its message repeats bytes of the record."""
 
+REPAIR = "repair or remove it, or set data.on_error=skip"  # the fix for an example that cannot be decoded
+AHEAD = 2  # batches that lie ready. Not AUTOTUNE, which may take half of the machine's memory.
 WAITING = 2  # examples in work for each thread that decodes, so that none waits for a file
 _COMPARED = 2**16  # examples, about, whose labels workers compare bit by bit
 
@@ -134,12 +137,6 @@ class Records(Source):
 
     def by_number(self, field: str) -> Records:
         return self
-
-
-UNREADABLE = (tf.errors.OpError, UnicodeDecodeError)
-"""Raised by TensorFlow for a record that it cannot read; the latter where its message repeats bytes of the record."""
-
-REPAIR = "repair or remove it, or set data.on_error=skip"  # the fix for an example that cannot be decoded
 
 
 class RecordFeed(Feed):

@@ -13,26 +13,11 @@ from tfdist.data import python_batches
 from tfdist.data.arrays import Arrays
 from tfdist.data.batch_layout import Layout
 from tfdist.data.batches import Batches
-from tfdist.data.protocol import Feed, Source, StaticFeed, one_hot, order, weigh_classes
-from tfdist.data.records import Records
+from tfdist.data.protocol import Feed, Source, StaticFeed, one_hot, order, weigh_classes  # noqa: F401
+from tfdist.data.records import Records  # noqa: F401  like those above, for users of sources
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-
-__all__ = [
-    "Arrays",
-    "Batches",
-    "Records",
-    "Source",
-    "as_source",
-    "check_labels",
-    "layout_of",
-    "one_hot",
-    "order",
-    "read_epochs",
-    "read_once",
-    "weigh_classes",
-]
 
 
 def as_source(data: Any, y: Structure = None, weight: Structure = None) -> Source:
@@ -78,12 +63,7 @@ def check_labels(y: np.ndarray, classes: int, what: str) -> None:
 
 
 def layout_of(
-    source: Source,
-    batch: int | None,
-    distribution: Distribution,
-    accumulate: int,
-    least: bool = True,
-    shards: int = 0,
+    source: Source, batch: int | None, distribution: Distribution, accumulate: int, least: bool = True, shards: int = 0
 ) -> Layout:
     """Returns how the global batches of `source` are laid out, which all workers must have alike.
 
@@ -118,8 +98,7 @@ def read_epochs(source: Source, layout: Layout, shuffle: bool, seed: int, across
         raise UserError(f"shuffle must be True or False, got {shuffle!r}", "shuffle within batches yourself")
     if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**31:
         raise UserError(f"seed must be a whole number between 0 and {2**31 - 1}, got {seed!r}")
-    order = seed if shuffle else None
-    feed = source.feed(layout, order, seed, across)
+    feed = source.feed(layout, seed if shuffle else None, seed, across)
     return StaticFeed(feed, layout) if layout.static else feed
 
 

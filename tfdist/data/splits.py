@@ -13,8 +13,6 @@ from tfdist.errors import UserError
 
 _BOUND = r"(-?\d+(?:\.\d+)?%|-?\d+)?"
 _PART = re.compile(rf"^\s*([^\[\]+\s]+)\s*(?:\[\s*{_BOUND}\s*:\s*{_BOUND}\s*\])?\s*$")
-
-
 NAMES = ("train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval")
 """Words by which folders and files are known to be splits."""
 

@@ -39,15 +39,15 @@ def test_it_is_the_table_that_csv_is(tmp_path):
     dictionary = {**CARS, "colour": pa.array(COLOUR).dictionary_encode()}
     for columns in (CARS, dictionary):
         got = load(write(tmp_path / "cars.parquet", columns, row_group_size=7), {"target": "price"})
-        assert (got.columns, got.target, got.classes) == (want.columns, want.target, want.classes)
-        for a, b in zip((got.train, got.eval), (want.train, want.eval)):
+        assert got.spec == want.spec
+        for a, b in zip((got.train.columns, got.eval.columns), (want.train.columns, want.eval.columns)):
             assert a[0].keys() == b[0].keys()
             for name in a[0]:
                 np.testing.assert_array_equal(a[0][name], b[0][name])
             np.testing.assert_array_equal(a[1], b[1])
     # By NumPy alone:
     order = np.random.Generator(np.random.Philox(key=np.zeros(2, np.uint64))).permutation(60)
-    np.testing.assert_array_equal(got.train[1], np.array(PRICE)[order[:40]].astype("float32"))
+    np.testing.assert_array_equal(got.train.columns[1], np.array(PRICE)[order[:40]].astype("float32"))
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_it_is_the_table_that_csv_is(tmp_path):
 def test_what_is_a_class(values, options, names, tmp_path):
     path = write(tmp_path / "t.parquet", {"x": SIZE, "y": values})
     got = load(path, {"target": "y", "in_order": True, **options}, ("train", "train"))
-    assert (got.names, got.classes) == (names, len(names) or None)
+    assert (got.spec.names, got.spec.classes) == (names, len(names) or None)
     told = [str(v).removesuffix(".0") for v in values]
-    assert [names[i] for i in got.train[1]] == told if names else got.train[1].tolist() == values
-    again = tables.read_rows(path, got.columns, got.target, options, kind="parquet")
-    np.testing.assert_array_equal(again[1], got.train[1])
-    np.testing.assert_array_equal(again[0]["numbers"], got.train[0]["numbers"])
+    assert [names[i] for i in got.train.columns[1]] == told if names else got.train.columns[1].tolist() == values
+    again = tables.read_rows(path, got.spec.columns, got.spec.target, options, kind="parquet")
+    np.testing.assert_array_equal(again[1], got.train.columns[1])
+    np.testing.assert_array_equal(again[0]["numbers"], got.train.columns[0]["numbers"])
 
 
 @pytest.mark.parametrize("values", [[2**53, 2**53 + 1, 2**53 + 2], [-(2**53), -(2**53) - 1, 0]])
@@ -83,9 +83,9 @@ def test_large_classes_are_not_merged(values, tmp_path):
         path = write(tmp_path / "t.parquet", {"x": [1.0, 2.0, 3.0], "y": kind})
         options = {"target": "y", "in_order": True, **({"classify": True} if kind is values else {})}
         got = load(path, options, ("train", "train"))
-        again = tables.read_rows(path, got.columns, got.target, options, kind="parquet")[1]
-        for y in (got.train[1], again):
-            assert [got.names[i] for i in y] == list(map(str, values))
+        again = tables.read_rows(path, got.spec.columns, got.spec.target, options, kind="parquet")[1]
+        for y in (got.train.columns[1], again):
+            assert [got.spec.names[i] for i in y] == list(map(str, values))
 
 
 def test_splits_in_several_files(tmp_path):
@@ -94,9 +94,9 @@ def test_splits_in_several_files(tmp_path):
         write(tmp_path / f"train-0000{i}-of-00002.parquet", {"x": [i, 10 + i], "y": ["a", "b"]})
     write(tmp_path / "test-00000-of-00001.parquet", {"x": [99], "y": ["a"]})
     got = load(tmp_path, {"target": "y", "in_order": True}, ("train", "test"))
-    x = got.train[0]["numbers"][:, 0] * got.columns[0].std + got.columns[0].mean
+    x = got.train.columns[0]["numbers"][:, 0] * got.spec.columns[0].std + got.spec.columns[0].mean
     np.testing.assert_allclose(x, [0, 10, 1, 11], atol=1e-5)
-    assert len(got.eval[1]) == 1
+    assert len(got.eval.columns[1]) == 1
 
 
 def test_by_the_name_of_an_experiment(tmp_path):
@@ -113,18 +113,18 @@ def test_rows_that_float32_does_not_hold(tmp_path, caplog):
         load(path, {"target": "y"}, ("train", "train"))
     caplog.set_level("INFO", "tfdist")
     got = load(path, {"target": "y"}, ("train", "train"), skip=True)
-    assert len(got.train[1]) == 2 and "left out: " in caplog.text
+    assert len(got.train.columns[1]) == 2 and "left out: " in caplog.text
 
 
 def test_new_rows_need_no_target(tmp_path):
     got = load(write(tmp_path / "t.parquet", CARS), {"target": "price", "in_order": True}, ("train", "train"))
     new = write(tmp_path / "new.parquet", {name: CARS[name] for name in ("doors", "colour", "size")})
-    inputs = tables.read_inputs(new, got.columns, {"target": "price", "delimiter": ";"}, kind="parquet")
+    inputs = tables.read_inputs(new, got.spec.columns, {"target": "price", "delimiter": ";"}, kind="parquet")
     for name, values in inputs.items():
-        np.testing.assert_array_equal(values, got.train[0][name])
+        np.testing.assert_array_equal(values, got.train.columns[0][name])
     lacking = write(tmp_path / "less.parquet", {"doors": DOORS})
     with pytest.raises(UserError, match="lacks the columns size, colour"):
-        tables.read_inputs(lacking, got.columns, {}, kind="parquet")
+        tables.read_inputs(lacking, got.spec.columns, {}, kind="parquet")
 
 
 @pytest.mark.parametrize(

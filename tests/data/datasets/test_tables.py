@@ -45,36 +45,38 @@ def test_numbers_and_categories_by_the_training_rows(tmp_path):
     for place, (column, name) in enumerate(zip([0, 2], ["size", "doors"])):
         values = np.array([float(r[column] or "nan") for r in rows])
         mean, std = np.nanmean(values[:40]), np.nanstd(values[:40])
-        spec = next(c for c in got.columns if c.name == name)
+        spec = next(c for c in got.spec.columns if c.name == name)
         assert (spec.kind, spec.mean, spec.std) == ("number", pytest.approx(mean), pytest.approx(std))
         expected = np.where(np.isnan(values), 0, (values - mean) / std)
         np.testing.assert_allclose(
-            np.concatenate([p[0]["numbers"] for p in (got.train, got.eval)])[:, place], expected, atol=1e-5
+            np.concatenate([p.columns[0]["numbers"] for p in (got.train, got.eval)])[:, place], expected, atol=1e-5
         )
     vocabulary = sorted({r[1] for r in train})
-    assert got.columns[1] == spec_lib.Column("colour", "category", vocabulary=tuple(vocabulary)) and vocabulary[0] == ""
-    np.testing.assert_array_equal(got.train[0]["categories"][:, 0], [1 + vocabulary.index(r[1]) for r in train])
-    assert [c.name for c in got.columns] == ["size", "colour", "doors"]
-    np.testing.assert_allclose(got.eval[1], [float(r[3]) for r in rows[40:]], rtol=1e-6)
-    assert (got.classes, got.target.kind, got.target.mean) == (None, "number", pytest.approx(np.mean(got.train[1])))
-    assert got.train[0]["numbers"].dtype == got.train[1].dtype == "float32"
-    assert got.train[0]["categories"].dtype == "int32"
+    assert got.spec.columns[1] == spec_lib.Column("colour", "category", vocabulary=tuple(vocabulary))
+    assert vocabulary[0] == ""
+    np.testing.assert_array_equal(got.train.columns[0]["categories"][:, 0], [1 + vocabulary.index(r[1]) for r in train])
+    assert [c.name for c in got.spec.columns] == ["size", "colour", "doors"]
+    np.testing.assert_allclose(got.eval.columns[1], [float(r[3]) for r in rows[40:]], rtol=1e-6)
+    assert (got.spec.classes, got.spec.target.kind) == (None, "number")
+    assert got.spec.target.mean == pytest.approx(np.mean(got.train.columns[1]))
+    assert got.train.columns[0]["numbers"].dtype == got.train.columns[1].dtype == "float32"
+    assert got.train.columns[0]["categories"].dtype == "int32"
 
 
 def test_rows_are_mixed_before_they_are_cut(tmp_path):
     """A file sorted by its target would leave classes out of the training split."""
     path = write(tmp_path / "sorted.csv", [[i, "ab"[i // 50]] for i in range(100)], ["x", "y"])
     got = tables.prepare(path, {"target": "y"}, ("train[:80%]", "train[80%:]"))
-    assert (len(got.train[1]), len(got.eval[1]), got.names) == (80, 20, ("a", "b"))
+    assert (len(got.train.columns[1]), len(got.eval.columns[1]), got.spec.names) == (80, 20, ("a", "b"))
     x = (
-        np.concatenate([p[0]["numbers"][:, 0] for p in (got.train, got.eval)]) * got.columns[0].std
-        + got.columns[0].mean
+        np.concatenate([p.columns[0]["numbers"][:, 0] for p in (got.train, got.eval)]) * got.spec.columns[0].std
+        + got.spec.columns[0].mean
     )
-    assert sorted(np.round(x).tolist()) == list(range(100)) and set(got.eval[1]) == {0, 1}
-    y = np.concatenate([got.train[1], got.eval[1]])
+    assert sorted(np.round(x).tolist()) == list(range(100)) and set(got.eval.columns[1]) == {0, 1}
+    y = np.concatenate([got.train.columns[1], got.eval.columns[1]])
     np.testing.assert_array_equal(y, np.round(x) >= 50)
     again = tables.prepare(path, {"target": "y"}, ("train[:80%]", "train[80%:]"))
-    np.testing.assert_array_equal(again.train[0]["numbers"], got.train[0]["numbers"])
+    np.testing.assert_array_equal(again.train.columns[0]["numbers"], got.train.columns[0]["numbers"])
 
 
 @pytest.mark.parametrize(
@@ -91,11 +93,11 @@ def test_rows_are_mixed_before_they_are_cut(tmp_path):
 def test_what_is_a_class(values, options, classes, names, tmp_path):
     path = write(tmp_path / "t.csv", [[i, v] for i, v in enumerate(values)], ["x", "y"])
     got = tables.prepare(path, {"target": "y", "in_order": True, **options}, ALL)
-    assert (got.classes, got.names) == (classes, names)
+    assert (got.spec.classes, got.spec.names) == (classes, names)
     if classes:
-        assert got.train[1].dtype == "int32" and [names[i] for i in got.train[1]] == values
+        assert got.train.columns[1].dtype == "int32" and [names[i] for i in got.train.columns[1]] == values
     else:
-        np.testing.assert_allclose(got.train[1], [float(v) for v in values])
+        np.testing.assert_allclose(got.train.columns[1], [float(v) for v in values])
 
 
 LARGE = ["9007199254740992", "9007199254740993", "9007199254740994"]
@@ -111,10 +113,10 @@ def test_large_classes_are_not_merged(tmp_path):
         "data.options if they are classes, or classify=False if they are numbers"
     )
     got = tables.prepare(path, {"target": "y", "classify": True, "in_order": True}, ALL)
-    assert (got.names, got.train[1].tolist()) == (tuple(LARGE), [0, 1, 2] * 3)
-    _, y = tables.read_rows(path, got.columns, got.target, {"classify": True})
+    assert (got.spec.names, got.train.columns[1].tolist()) == (tuple(LARGE), [0, 1, 2] * 3)
+    _, y = tables.read_rows(path, got.spec.columns, got.spec.target, {"classify": True})
     assert y.tolist() == [0, 1, 2] * 3
-    assert tables.prepare(path, {"target": "y", "classify": False}, ALL).classes is None
+    assert tables.prepare(path, {"target": "y", "classify": False}, ALL).spec.classes is None
 
 
 @pytest.mark.parametrize("vocabulary", [tuple(LARGE), ("1", "01", "1.0"), ("10", "1_0", "\u0661\u0660"), ("1", "nan")])
@@ -132,7 +134,7 @@ def test_what_only_python_takes_for_a_number(text, tmp_path):
     with pytest.raises(tfdist.UserError, match=f"t.csv line 9 has {text!r} for a number in column 'x': correct"):
         tables.prepare(path, {"target": "y"}, ALL)
     path = write(tmp_path / "t.csv", [[text * (1 + i % 2), i / 2] for i in range(40)], ["x", "y"])
-    assert tables.prepare(path, {"target": "y"}, ALL).columns[0].vocabulary == (text, text * 2)
+    assert tables.prepare(path, {"target": "y"}, ALL).spec.columns[0].vocabulary == (text, text * 2)
 
 
 def test_folders_patterns_and_what_no_training_row_has(tmp_path):
@@ -142,31 +144,31 @@ def test_folders_patterns_and_what_no_training_row_has(tmp_path):
         file.write(test)
     options = {"target": "y", "delimiter": ";", "in_order": True}
     got = tables.prepare(str(tmp_path), options, ("train", "test"))
-    np.testing.assert_allclose(got.eval[0]["numbers"], [[3.0], [0.0]])
-    np.testing.assert_array_equal(got.eval[0]["categories"], [[0], [2]])
-    np.testing.assert_array_equal(got.eval[1], [0, 1])
+    np.testing.assert_allclose(got.eval.columns[0]["numbers"], [[3.0], [0.0]])
+    np.testing.assert_array_equal(got.eval.columns[0]["categories"], [[0], [2]])
+    np.testing.assert_array_equal(got.eval.columns[1], [0, 1])
     joined = tables.prepare(str(tmp_path), options, ("test+train", "train[:50%]"))
-    assert joined.columns[1].vocabulary == ("a", "b", "new") and joined.columns[0].mean == 3
-    np.testing.assert_array_equal(joined.train[0]["categories"][:, 0], [3, 2, 1, 2])
-    np.testing.assert_array_equal(joined.eval[0]["categories"], [[1]])
+    assert joined.spec.columns[1].vocabulary == ("a", "b", "new") and joined.spec.columns[0].mean == 3
+    np.testing.assert_array_equal(joined.train.columns[0]["categories"][:, 0], [3, 2, 1, 2])
+    np.testing.assert_array_equal(joined.eval.columns[0]["categories"], [[1]])
     with pytest.raises(
         tfdist.UserError, match=r"csv:.* has no split 'tset': did you mean 'test'\? Known are test, train"
     ):
         tables.prepare(str(tmp_path), options, ("train", "tset"))
     both = tables.prepare(str(tmp_path / "*.csv*"), options, ALL)
-    assert len(both.train[1]) == 4 and both.columns[0].vocabulary == ("a", "b", "new")
-    assert [c.name for c in both.columns] == ["c", "x"], "by the first file, which is test.csv.gz"
+    assert len(both.train.columns[1]) == 4 and both.spec.columns[0].vocabulary == ("a", "b", "new")
+    assert [c.name for c in both.spec.columns] == ["c", "x"], "by the first file, which is test.csv.gz"
 
 
 def test_new_rows_are_read_as_the_model_knows_them(tmp_path):
     path = write(tmp_path / "cars.csv", made(), HEADER)
     got = tables.prepare(path, {"target": "price", "categories": ["doors"], "in_order": True}, ALL)
-    assert [c.kind for c in got.columns] == ["number", "category", "category"]
+    assert [c.kind for c in got.spec.columns] == ["number", "category", "category"]
     new = write(
         tmp_path / "new.csv", [["red", "7", "", "x"], ["pink", "77", "61", "x"]], ["colour", "doors", "size", "id"]
     )
-    x = tables.read_inputs(new, got.columns, {})
-    size, colour, doors = got.columns
+    x = tables.read_inputs(new, got.spec.columns, {})
+    size, colour, doors = got.spec.columns
     np.testing.assert_allclose(x["numbers"], [[0], [(61 - size.mean) / size.std]], rtol=1e-5)
     np.testing.assert_array_equal(
         x["categories"], [[colour.vocabulary.index("red") + 1, doors.vocabulary.index("7") + 1], [0, 0]]
@@ -178,7 +180,7 @@ def test_new_rows_are_read_as_the_model_knows_them(tmp_path):
     ):
         tables.read_inputs(new, (spec_lib.Column("colour", "number"),), {})
     with pytest.raises(tfdist.UserError, match="delimiter must be one character, and no quote, got ';;'"):
-        tables.read_inputs(new, got.columns, {"delimiter": ";;"})
+        tables.read_inputs(new, got.spec.columns, {"delimiter": ";;"})
 
 
 def test_new_rows_with_targets(tmp_path, said):
@@ -219,7 +221,7 @@ def test_bad_rows_are_named_by_their_line(tmp_path, capfd):
     assert str(error.value) == f"{expected}: correct the file, or leave such rows out with data.on_error=skip"
     got = tables.prepare(str(path), options, ALL, skip=True)
     assert capfd.readouterr().out == f"tfdist: WARNING: left out: {expected}\n"
-    np.testing.assert_allclose(got.train[1], [1, 4, 7, *[8] * 60])
+    np.testing.assert_allclose(got.train.columns[1], [1, 4, 7, *[8] * 60])
     everything = csv_reader.read([str(path)], ["size", "n"], {}, skip=True)
     assert [row.split(" line ")[1].split(" has ")[0] for row in everything.skipped] == ["4", "8", "5", "9", "10"]
 
@@ -228,7 +230,7 @@ def test_a_column_that_turns_out_to_be_texts_late(tmp_path, monkeypatch):
     monkeypatch.setattr(csv_reader, "_CHUNK", 10)
     path = write(tmp_path / "late.csv", [[i if i < 15 else f"id{i}", i % 2] for i in range(40)], ["code", "y"])
     got = tables.prepare(path, {"target": "y"}, ALL)
-    assert got.columns[0].kind == "category" and len(got.columns[0].vocabulary) == 40
+    assert got.spec.columns[0].kind == "category" and len(got.spec.columns[0].vocabulary) == 40
 
 
 @pytest.mark.parametrize(
@@ -322,8 +324,8 @@ def test_a_column_that_has_one_value(tmp_path):
     """The deviation of three times 0.1 is not 0 by rounding."""
     path = write(tmp_path / "t.csv", [[0.1, 1], [0.1, 2], [0.1, 3], [0.2, 4]], ["x", "y"])
     got = tables.prepare(path, {"target": "y", "in_order": True}, ("train[:3]", "train[:3]"))
-    assert got.columns == (spec_lib.Column("x", "number", 0.1, 1.0),)
-    np.testing.assert_array_equal(got.train[0]["numbers"], np.zeros((3, 1)))
+    assert got.spec.columns == (spec_lib.Column("x", "number", 0.1, 1.0),)
+    np.testing.assert_array_equal(got.train.columns[0]["numbers"], np.zeros((3, 1)))
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
@@ -394,7 +396,7 @@ def test_infinite_numbers_make_no_category(huge, count, tmp_path):
         tables.prepare(path, {"target": "y"}, ALL)
     assert f"a.csv line 2 has {huge!r} for a number in column 'x'" in str(error.value)
     assert "correct the file, or leave such rows out with data.on_error=skip" in str(error.value)
-    assert tables.prepare(path, {"target": "y"}, ALL, skip=True).columns[0].kind == "number"
+    assert tables.prepare(path, {"target": "y"}, ALL, skip=True).spec.columns[0].kind == "number"
 
 
 def test_a_nul_makes_no_category(tmp_path, said):
@@ -404,7 +406,7 @@ def test_a_nul_makes_no_category(tmp_path, said):
     with pytest.raises(tfdist.UserError, match=r"a.csv line 2 has '0\\x00', with a NUL, in column 'x'; .* 8 more bad"):
         tables.prepare(path, {"target": "y"}, ALL)
     kept = tables.prepare(path, {"target": "y", "leave_out": "x"}, ALL, skip=True)
-    assert kept.columns[0].vocabulary == ("t0", "t1") and len(kept.train[1]) == 29
+    assert kept.spec.columns[0].vocabulary == ("t0", "t1") and len(kept.train.columns[1]) == 29
     assert "line 9 has 't1\\x00', with a NUL, in column 't'" in said[0]
     (tmp_path / "b.csv").write_text("x\0,y\n1,2\n")
     with pytest.raises(tfdist.UserError, match="has a NUL in its header: give CSV in UTF-8"):

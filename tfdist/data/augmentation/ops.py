@@ -69,8 +69,6 @@ def _hue() -> np.ndarray:
 
 
 _HUE = _hue()
-
-
 OPERATIONS = (
     "identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "contrast", "saturation",
     "autocontrast", "equalize", "solarize", "posterize", "sharpness",

@@ -21,12 +21,9 @@ from tfdist.errors import UserError
 if TYPE_CHECKING:
     import _csv
 
-
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
 """Texts that stand for a missing number, in any case. Of a category only an empty text is missing."""
-
 NUMBERS = 0.95  # share of a column's values that must be numbers, or it is a category; the rest are bad rows
-
 LARGEST = float(np.finfo(np.float32).max)  # more than this would be infinite as a target
 _CHUNK = 20_000
 BAD_ROWS = "more bad rows"
@@ -144,11 +141,7 @@ def header(path: str, delimiter: str = ",") -> list[str]:
 
 
 def read(
-    paths: Sequence[str],
-    columns: Iterable[str],
-    kinds: dict[str, str],
-    delimiter: str = ",",
-    skip: bool | None = False,
+    paths: Sequence[str], columns: Iterable[str], kinds: dict[str, str], delimiter: str = ",", skip: bool | None = False
 ) -> Table:
     """Reads these columns of all files.
 

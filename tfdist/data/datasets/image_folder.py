@@ -22,6 +22,7 @@ from tfdist.errors import UserError
 
 _HEAD, _TAIL = 512, 16
 _THREADS = 16  # more than cores: on a disk of the network most of the time is waiting
+_NAMED = 3  # broken files that a message names
 _PIECE = 256
 
 
@@ -200,9 +201,6 @@ def _jpeg_size(file: int, head: bytes) -> tuple[int, int]:
             return 0, 0
         at += 2 + struct.unpack(">H", here[2:4])[0]
     return 0, 0
-
-
-_NAMED = 3  # broken files that a message names
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -58,11 +59,8 @@ def load_together(peers: Peers, data: config.Data, load: Callable[[], Loaded]) -
     """
     if _is_function(data.name):
         return peers.once(load)
-    tables = loaded_lib.SharedTables()
-    try:
-        return peers.once(load, tables.offer, loaded_lib.take)
-    finally:
-        tables.close()
+    with contextlib.closing(loaded_lib.SharedTables()) as shared:
+        return peers.once(load, shared.offer, loaded_lib.take)
 
 
 def facts(loaded: Loaded) -> dict[str, object]:
@@ -127,10 +125,7 @@ def _stored(experiment: config.Experiment, prepare: bool, hold_out: bool) -> Loa
         case ["stdlib_text", "", ""]:
             return _from_splits(user_functions.call("data.options", text.stdlib_text, options), splits)
         case ["csv" | "parquet" as kind, ":", path]:
-            made = tables.prepare(path, options, (data.train_split, data.eval_split), skip, kind)
-            train = Arrays(made.train)
-            spec = Spec((len(made.columns),), "float32", made.classes, 1.0, made.names, made.columns, made.target)
-            return Loaded(train, Arrays(made.eval), train.size, spec)
+            return tables.prepare(path, options, (data.train_split, data.eval_split), skip, kind)
         case ["hf", ":", name]:
             return _of_one_size(data, size, huggingface.load(name, splits, options, size is not None, prepare))
         case ["image_folder", ":", path]:

@@ -21,11 +21,15 @@ from tfdist.config.messages import logger
 from tfdist.data.datasets import csv_reader, parquet_reader
 from tfdist.data.datasets.csv_reader import Table
 from tfdist.data.datasets.examples import check_options, first_few
-from tfdist.data.sources import order
-from tfdist.data.spec import Column
+from tfdist.data.loaded import Loaded
+from tfdist.data.sources import Arrays, order
+from tfdist.data.spec import Column, Spec
 from tfdist.data.splits import named, select
 from tfdist.errors import UserError
 
+EXACT = 2.0**53  # from here on, whole numbers are merged by 64-bit floats, in which tables hold them
+FEW = 20  # targets of at most this many different whole numbers are classes
+TEXTS = 1000  # more different texts than this, in more than half of the rows, are names and no category
 ENDINGS = {"csv": ("csv", "csv.gz"), "parquet": ("parquet",)}  # endings of file names, by kind
 _PIECE = re.compile(r"-\d+-of-\d+$")
 
@@ -68,9 +72,6 @@ def _readers(kind: str, options: Options) -> tuple[Callable[..., list[str]], Cal
     if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n':
         raise UserError(f"data.options: delimiter must be one character, and no quote, got {delimiter!r}")
     return tuple(functools.partial(f, delimiter=delimiter) for f in (csv_reader.header, csv_reader.read))  # type: ignore[return-value]
-
-
-EXACT = 2.0**53  # from here on, whole numbers are merged by 64-bit floats, in which tables hold them
 
 
 def encode(table: Table, columns: tuple[Column, ...]) -> dict[str, np.ndarray]:
@@ -131,11 +132,6 @@ def by_value(text: str) -> tuple:
         return 1, 0.0, text
 
 
-FEW = 20  # targets of at most this many different whole numbers are classes
-
-TEXTS = 1000  # more different texts than this, in more than half of the rows, are names and no category
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class TableOptions:
     """`data.options` of a table.
@@ -160,25 +156,7 @@ class TableOptions:
     in_order: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prepared:
-    """Both splits as arrays, and what a model must know."""
-
-    train: tuple[dict[str, np.ndarray], np.ndarray]
-    eval: tuple[dict[str, np.ndarray], np.ndarray]
-    columns: tuple[Column, ...]
-    target: Column
-    classes: int | None
-    names: tuple[str, ...]
-
-
-def prepare(
-    path: str,
-    options: Options,
-    splits: tuple[str, str],
-    skip: bool = False,
-    kind: str = "csv",
-) -> Prepared:
+def prepare(path: str, options: Options, splits: tuple[str, str], skip: bool = False, kind: str = "csv") -> Loaded:
     """Reads the tables of `csv:path`, or of `parquet:path`.
 
     Args:
@@ -211,8 +189,10 @@ def prepare(
     train, evaluation = cut("data.train_split", splits[0]), cut("data.eval_split", splits[1])
     columns = tuple(_described(train, name) for name in inputs)
     target, classes = _target(train, chosen)
-    made = [(encode(t, columns), encode_target(t, target, classes)) for t in (train, evaluation)]
-    return Prepared(made[0], made[1], columns, target, classes, target.vocabulary if classes else ())
+    made = [Arrays((encode(t, columns), encode_target(t, target, classes))) for t in (train, evaluation)]
+    classified = target.vocabulary if classes else ()
+    spec = Spec((len(columns),), "float32", classes, 1.0, classified, columns, target)
+    return Loaded(made[0], made[1], made[0].size, spec)
 
 
 def _options(given: Options, names: list[str], what: str) -> TableOptions:
@@ -314,12 +294,7 @@ def read_inputs(path: str, columns: tuple[Column, ...], options: Options, kind: 
 
 
 def read_rows(
-    path: str,
-    columns: tuple[Column, ...],
-    target: Column,
-    options: Options,
-    skip: bool = False,
-    kind: str = "csv",
+    path: str, columns: tuple[Column, ...], target: Column, options: Options, skip: bool = False, kind: str = "csv"
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Reads new rows with their targets, to evaluate on them; `options` are those that the model was trained with."""
     numbers = target.kind == "number"

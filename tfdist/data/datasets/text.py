@@ -164,15 +164,11 @@ def stdlib_text(length: int = 64, examples: int = 4096, packed: bool = False) ->
     field_syntax.check_whole("data.options: examples", examples)
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     paths = [p for m in MODULES if (p := _path(root, m)).is_file()]
-    if packed:
-        return {
-            "train": _packed([p for i, p in enumerate(paths) if i % 10], length, examples),
-            "test": _packed(paths[::10], length, max(1, examples // 10)),
-        }
-    texts = [p.read_bytes() for p in paths]
-    held_out = texts[::10]
-    kept = [t for i, t in enumerate(texts) if i % 10]
-    return {"train": _sequences(kept, length, examples), "test": _sequences(held_out, length, max(1, examples // 10))}
+    split = {
+        "train": ([p for i, p in enumerate(paths) if i % 10], examples),
+        "test": (paths[::10], max(1, examples // 10)),
+    }
+    return {name: (_packed if packed else _sequences)(of, length, limit) for name, (of, limit) in split.items()}
 
 
 def _packed(paths: list[pathlib.Path], length: int, limit: int) -> tuple:
@@ -187,9 +183,9 @@ def _path(root: pathlib.Path, module: str) -> pathlib.Path:
     return path if path.is_file() else root / module / "__init__.py"
 
 
-def _sequences(texts: list[bytes], length: int, limit: int) -> tuple:
+def _sequences(paths: list[pathlib.Path], length: int, limit: int) -> tuple:
     """Returns the first `limit` sequences, taken from all texts in turn, as x, y and weight."""
-    streams = [_cut(text, length) for text in texts]
+    streams = [_cut(path.read_bytes(), length) for path in paths]
     pieces: list[bytes] = []
     while len(pieces) < limit and streams:
         for stream in list(streams):

@@ -30,10 +30,15 @@ from tfdist.data.spec import Spec
 from tfdist.data.splits import by_file_name, named, select
 from tfdist.errors import UserError
 
+TYPES = ("jpeg", "png", "int64", "float32")
+_WRITTEN = re.compile(r"^(\w+)(?:\[([\d, ]+)\])?$")
 _THREADS = 16
 _HEAD = struct.Struct("<QI")
 """Length of a record and the check of that length; the check of its bytes follows the record."""
 _CHECK = struct.Struct("<I")  # the check of a record's bytes
+_CRC = np.arange(256, dtype=np.uint32)  # the CRC-32C (Castagnoli, 1993) of each byte, reflected
+for _ in range(8):
+    _CRC = np.where(_CRC & 1, (_CRC >> 1) ^ np.uint32(0x82F63B78), _CRC >> 1).astype(np.uint32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,17 +148,6 @@ def _is_whole(record: bytes, check: bytes) -> bool:
     return _CHECK.pack(((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF) == check
 
 
-def _table() -> np.ndarray:
-    """Returns the CRC-32C (Castagnoli, 1993) of each byte, reflected."""
-    table = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        table = np.where(table & 1, (table >> 1) ^ np.uint32(0x82F63B78), table >> 1).astype(np.uint32)
-    return table
-
-
-_CRC = _table()
-
-
 def _masked_crc(lengths: np.ndarray) -> np.ndarray:
     """Returns the check that TFRecord has for each length [n] of 8 bytes."""
     crc = np.full(len(lengths), 0xFFFFFFFF, np.uint32)
@@ -162,10 +156,6 @@ def _masked_crc(lengths: np.ndarray) -> np.ndarray:
         crc = _CRC[(crc ^ byte) & np.uint32(0xFF)] ^ (crc >> np.uint32(8))
     crc = ~crc
     return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
-
-
-TYPES = ("jpeg", "png", "int64", "float32")
-_WRITTEN = re.compile(r"^(\w+)(?:\[([\d, ]+)\])?$")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -30,6 +30,10 @@ from tfdist.data.splits import by_file_name, named, select
 from tfdist.errors import UserError, one_line
 
 _PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")  # first bytes of gzip, bzip2, xz and zstd files
+_OPTIONS = ("x", "y", "weight", "field", "classes", "classify", "channels", "max_pixels")
+_IMAGES = ("jpg", "jpeg", "png", "gif", "bmp")
+_TARGETS = ("cls", "txt", "json", "npy")
+_THREADS = 16
 _PIECE = 1 << 20
 _OCTAL = re.compile(rb"[0-7]+")
 
@@ -156,11 +160,6 @@ def _plain(header: bytes, at: int) -> Member | None:
     return Member(name.decode("utf-8", "surrogateescape"), at + tarfile.BLOCKSIZE, int(size, 8))
 
 
-_OPTIONS = ("x", "y", "weight", "field", "classes", "classify", "channels", "max_pixels")
-_IMAGES = ("jpg", "jpeg", "png", "gif", "bmp")
-_TARGETS = ("cls", "txt", "json", "npy")
-
-
 def _kind(extension: str) -> str:
     """Returns what a file is, by the last part of its extension: `png` of `left.png`."""
     return extension.rpartition(".")[2]
@@ -237,10 +236,6 @@ def _array(content: bytes) -> np.ndarray:
     return found
 
 
-_THREADS = 16
-_NAMED = 3
-
-
 def _name(ranges: ByteRanges, row: int) -> str:
     """Names a sample in a message; reads the headers of its tar file again."""
     path, offset = ranges.paths[ranges.files[row]], int(ranges.offsets[row])
@@ -307,7 +302,7 @@ def _columns(paths: Sequence[str], options: Options) -> list[str]:
     for path in paths:
         for key, sample in listing(path).samples.items():
             return _chosen(list(sample), options, f"{key} in {path}")
-    raise UserError(f"{' and '.join(paths[:_NAMED])} {'have' if len(paths) > 1 else 'has'} no samples", "give others")
+    raise UserError(f"{' and '.join(paths[:3])} {'have' if len(paths) > 1 else 'has'} no samples", "give others")
 
 
 def _samples(paths: Sequence[str], names: Sequence[str], field: str, skip: bool) -> tuple[ByteRanges, list[np.ndarray]]:
