@@ -37,8 +37,6 @@ def load(path: str, splits: Mapping[str, str], options: Options, fits: Callable[
     """Reads the arrays of both splits; those of `.npy` files that do not fit stay in their files.
 
     Args:
-      path: a `.npz` file, or a folder of `.npy` files.
-      splits: those for training and evaluation, by the field that asks for each.
       options: names of the columns where they are others (`x=images, y=labels`), `shape=(28, 28, 1)` that an input has,
         and `classes` and `classify`, see `examples.targets_and_weights`.
       fits: whether so many bytes are to be held in memory.

@@ -29,11 +29,9 @@ def load(name: str, splits: Mapping[str, str], options: Options, free: bool, pre
 
     Args:
       name: a folder that `save_to_disk` has written, or a name on the Hub.
-      splits: those for training and evaluation, by the field that asks for each.
       options: `x=NAME, y=NAME` and `weight=NAME`, the columns, where it is not plain which; `config=NAME` of a data set
         that has several; `channels=1` for images that are not to be RGB; `max_pixels`; `classes` and `classify`, see
         `examples.targets_and_weights`.
-      free: images are made one size later; otherwise all must have the size of the first.
       prepare: False to refuse what would have to be downloaded first.
     """
     what = f"hf:{name}"

@@ -1,7 +1,7 @@
 """Tables for a model: columns standardized and numbered by what the training rows show.
 
-An input is a dictionary: `numbers` float32 [n, columns], standardized, a missing one being the mean; `categories` int32
-[n, columns], places in the vocabulary, 0 for what no training row has. Whichever is empty is left out.
+An input is a dictionary: `numbers` float32 [n, columns], standardized, a missing one being the mean; `categories`
+int32, places in the vocabulary, 0 for what no training row has. Whichever is empty is left out.
 """
 
 from __future__ import annotations
@@ -157,14 +157,7 @@ class TableOptions:
 
 
 def prepare(path: str, options: Options, splits: tuple[str, str], skip: bool = False, kind: str = "csv") -> Loaded:
-    """Reads the tables of `csv:path`, or of `parquet:path`.
-
-    Args:
-      options: see `TableOptions`.
-      splits: those for training and evaluation, such as `train[:80%]` and `train[80%:]`.
-      skip: leave bad rows out, with a line that says which.
-      kind: `csv` or `parquet`.
-    """
+    """Loads `csv:path` or, by `kind`, `parquet:path`, see `TableOptions`; `skip` leaves bad rows out, with a line."""
     by_split = files_by_split(kind, path)
     read_header, read = _readers(kind, options)
     what = f"{kind}:{path}"

@@ -108,13 +108,7 @@ def _below(entry: str) -> list[str]:
 
 
 def load(path: str, splits: dict[str, str], memory: float, length: int = LENGTH) -> Loaded:
-    """Loads `text:path`.
-
-    Args:
-      splits: those for training and evaluation, by the field that asks for each.
-      memory: bytes that a split may take in memory; a larger one is read from the files when it is needed.
-      length: tokens of a window.
-    """
+    """Loads `text:path` in windows of `length` tokens; a split of more than `memory` bytes stays in its files."""
     field_syntax.check_whole("data.options: length", length)
     sources: list[Arrays | Records] = []
     try:

@@ -307,7 +307,7 @@ def _records(
 def _undecoded(
     features: tfds.features.FeaturesDict, keys: tuple, spec: tf.TensorSpec, policy: str
 ) -> tuple[dict, Callable[..., tuple] | None]:
-    """Returns what makes TFDS leave images as they are stored, and a function that decodes a batch of them to `spec`.
+    """Returns what makes TFDS leave images as they are stored, and what decodes a batch of them to `spec`.
 
     Shuffled as JPEGs they take a tenth of the memory, and each worker decodes only its own rows.
     """

@@ -75,13 +75,7 @@ def files(path: str) -> dict[str, list[str]]:
 
 
 def index(paths: Sequence[str], thorough: bool = False) -> TFRecordIndex:
-    """Finds the records of all files.
-
-    Args:
-      paths: the files.
-      thorough: read all records now, and leave out those that do not match their checksums. Else bytes of records are
-        not read, and one that is damaged ends whatever reads it.
-    """
+    """Finds the records of all files; if `thorough`, reads them now, and leaves out those without their checksums."""
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         offsets, lengths, numbers, problems = zip(*pool.map(lambda path: _scan(path, thorough), paths))
     return TFRecordIndex(
@@ -180,15 +174,11 @@ def load(path: str, splits: dict[str, str], options: Options, skip: bool = False
     """Finds the records of the files, and checks the first one.
 
     Args:
-      path: a file, a pattern, or a folder, see `files`.
-      splits: those for training and evaluation, by the field that asks for each.
       options: the features, in the order x, y, weight: `image=jpeg, label=int64`. Types are `jpeg`, `png`, `int64` and
         `float32`, the last two with a shape in quotes where they have one: `x='float32[28, 28, 1]'`. Besides
-        `classes=10` where y is int64, `channels=1` for images that are not to be RGB, and `max_pixels=N` to allow
-        larger ones than `image_decoding.MOST_PIXELS`, or fewer.
+        `classes=10` where y is int64, `channels=1` for images that are not to be RGB, and `max_pixels=N`.
       skip: read all records now, and leave out those that are damaged, and what lies behind damage in a file, instead
         of refusing them. Else a damaged record is an error once it is read.
-      free: images are made one size later; otherwise all must have the size of the first.
     """
     features, classes, pictures = _features(options)
     by_split = files(path)

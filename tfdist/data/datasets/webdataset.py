@@ -247,13 +247,10 @@ def load(path: str, splits: Mapping[str, str], options: Options, skip: bool, fre
     """Finds the samples of both splits, and reads their targets and the first input.
 
     Args:
-      path: a file, a folder or a pattern, see `files`.
-      splits: those for training and evaluation, by the field that asks for each.
       options: `x=NAME, y=NAME` and `weight=NAME`, extensions, where it is not plain which; `field=NAME` of a target in
         a `.json` file; `channels=1` for images that are not to be RGB; `max_pixels`; `classes` and `classify`, see
         `examples.targets_and_weights`.
       skip: leave out samples without an input or a target, and what lies behind damage, instead of refusing them.
-      free: images are made one size later; otherwise all must have the size of the first.
     """
     what = f"webdataset:{path}"
     examples.check_options(options, _OPTIONS, ("x", "y", "weight", "field"))
