@@ -18,8 +18,7 @@ from tfdist.data.records import UNREADABLE, RecordFeed, Records, checksum_of_lab
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 
-ALIGNMENT = 64
-"""Bytes: EIGEN_MAX_ALIGN_BYTES with AVX-512. A kernel ends the process over a tensor that begins elsewhere."""
+ALIGNMENT = 64  # bytes, EIGEN_MAX_ALIGN_BYTES with AVX-512: a kernel ends the process over a tensor elsewhere
 _LARGEST_ITEM = 8  # bytes of a number that TensorFlow knows, of those that are not complex
 _SMALL = 1 << 20  # arrays of fewer bytes are copied as TensorFlow does it
 _DECODED = 256  # examples that are decoded together on their way into memory

@@ -47,11 +47,9 @@ class Layout:
     accumulate: int  # micro-batches of an update
     first: int = 0  # this worker's first replica among all
     local: int = 0  # this worker's replicas; 0 for all of them
-    static: bool = False
-    """All shapes are known when a step is traced: every batch has `batch` examples, and the host slices it."""
+    static: bool = False  # all shapes are known when a step is traced: every batch is full, and the host slices it
     virtual: bool = False  # the replicas are virtual: shapes depend on the number of examples alone, and sums are exact
-    ends_anywhere: bool = False
-    """The number of batches is not known, and may differ on other workers; see `step.batch_loop.next_batch`."""
+    ends_anywhere: bool = False  # the number of batches is unknown, and may differ on other workers, see `next_batch`
     none_empty: bool = False  # every batch has a row for each virtual replica of each micro-batch
 
     @property
@@ -139,13 +137,10 @@ class MicroBatch(NamedTuple):
     size: int | tf.Tensor  # number of rows, possibly 0
     total: int | tf.Tensor  # number of rows of all replicas
     parts: int  # into how many parts a device takes the global batch apart: micro-batches, times virtual replicas
-    max_size: int
-    """The most rows that a replica ever has of a micro-batch, where collectives between workers need it; else 0."""
+    max_size: int  # the most rows that a replica ever has, where collectives between workers need it; else 0
     present: tf.Tensor | None  # whether there is a row, a bool scalar; None for certainly
-    padded: bool = False
-    """Whether `data` has `max_size` rows though `size`, a tensor, may be one less: then the last one is padding."""
-    row_mask: tf.Tensor | None = None
-    """Which rows of `data` count, bool [max_size]; None for all, as far as `present` allows."""
+    padded: bool = False  # `data` has `max_size` rows though `size`, a tensor, may be one less: the last one is padding
+    row_mask: tf.Tensor | None = None  # which rows of `data` count, bool [max_size]; None for all that are present
 
 
 class Batch(NamedTuple):
@@ -208,7 +203,6 @@ class HostSlice(NamedTuple):
         self, layout: Layout, count: int | tf.Tensor, micro: int | tf.Tensor, replica: int | tf.Tensor
     ) -> MicroBatch:
         """Returns the rows of this replica in a micro-batch."""
-        del count, replica
         least = layout.batch // (layout.replicas * layout.accumulate)
         size = layout.max_micro_rows if layout.even else self.sizes[micro]
         padded = bool(least) and not layout.even

@@ -272,8 +272,7 @@ class BatchOrder:
     """The checksums of the batches that one worker has read, in their order."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, int] = {}
-        """By the number of the batch since the iterator's beginning; those that were read ahead are there, too."""
+        self._sums: dict[int, int] = {}  # by number since the iterator's beginning, with those that were read ahead
         self._next, self._digest = 0, 0
 
     def watched(self, dataset: tf.data.Dataset) -> tf.data.Dataset:

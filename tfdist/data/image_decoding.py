@@ -79,11 +79,9 @@ def bmp_size(head: bytes) -> tuple[int, int]:
     return abs(height), abs(width)
 
 
-OTHER = 0
-"""Way of decoding: any image, by its first bytes. The other ways are JPEGs in 1/1, 1/2, 1/4 or 1/8 of their size."""
+OTHER = 0  # way of decoding any image, by its first bytes; the others are JPEGs in 1/1, 1/2, 1/4 or 1/8 of their size
 RATIOS = (8, 4, 2, 1)
-MOST_PIXELS = 178_956_970
-"""Larger images are refused unless they are asked for, as in Pillow: a small file may unpack to all memory."""
+MOST_PIXELS = 178_956_970  # as in Pillow: a small file may unpack to all memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -109,12 +109,13 @@ class SharedTables:
 
     def _written(self, about: dict[str, object], arrays: list[np.ndarray]) -> Note:
         described = b""
+        rounded = lambda place: math.ceil(place / ALIGNMENT) * ALIGNMENT
         for _ in range(2):  # the arrays begin behind the description, which says where they begin
-            at = _rounded(host_memory.Offer.TOKEN_BYTES + len(described) + _ROOM)
+            at = rounded(host_memory.Offer.TOKEN_BYTES + len(described) + _ROOM)
             places = []
             for array in arrays:
                 places.append(at)
-                at = _rounded(at + array.nbytes)
+                at = rounded(at + array.nbytes)
             kinds = [(a.dtype.str, a.shape, place) for a, place in zip(arrays, places)]
             described = json.dumps({**about, "arrays": kinds}).encode()
         self._memory = host_memory.Offer("data")
@@ -146,10 +147,6 @@ def take(note: Note) -> Loaded | None:
     ]
     train, evaluation = (Arrays(tuple(_filled(part, arrays) for part in columns)) for columns in about["columns"])
     return Loaded(train, evaluation, about["examples"], spec_file.made(about["spec"]))
-
-
-def _rounded(place: int) -> int:
-    return math.ceil(place / ALIGNMENT) * ALIGNMENT
 
 
 def _numbered(source: Source, arrays: list[np.ndarray]) -> list[object]:

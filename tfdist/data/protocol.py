@@ -43,8 +43,7 @@ class FeedCall:
     feed: tuple
     first: int
     last: int
-    full: bool
-    """All batches are full and divide evenly over replicas and micro-batches; of a `StaticFeed`, that they are full."""
+    full: bool  # all batches are full and, but for a `StaticFeed`, divide evenly over replicas and micro-batches
     count: int | None = None  # examples of each of these batches, where the step needs it; see `StaticFeed`
 
 
@@ -72,7 +71,6 @@ class Feed:
 
         It is "" where the order is a function of seed and epoch.
         """
-        del batches
         return ""
 
     def first_unreadable(self) -> str:
@@ -81,7 +79,6 @@ class Feed:
 
     def same_length(self, update: int) -> tuple[int, int] | None:
         """Returns the examples of the batch of `update`, and the batches from it on with as many; None if unknown."""
-        del update
         return None
 
 
@@ -152,12 +149,9 @@ class Source(abc.ABC):
     __slots__ = ()
 
     size: int | None  # examples; None where only reading tells
-    columns: tuple | None
-    """(x,), (x, y) or (x, y, weight) in memory, each a structure of arrays [examples, ...]; None if not in memory."""
-    labels: np.ndarray | None = None
-    """The class of each example of records, int [size], where it is known without reading them."""
-    name: Callable[[int], str] | None = None
-    """Names an example in a message, by its row; None where examples have no names."""
+    columns: tuple | None  # (x,), (x, y) or (x, y, weight), structures of arrays [examples, ...]; None if not in memory
+    labels: np.ndarray | None = None  # int [size], classes of records, where known without reading them
+    name: Callable[[int], str] | None = None  # names an example in a message, by its row
     reader: python_batches.Reader = python_batches.TENSORFLOWS
     """Is notified of epochs, and knows what cannot be done with the data."""
 
@@ -217,7 +211,6 @@ class Source(abc.ABC):
 
         Without both, arrays are divided into `steps` batches, as Keras does.
         """
-        del steps
         return default if batch is None else batch
 
     def global_batch(self, batch: int | None) -> int:
@@ -285,7 +278,6 @@ class Source(abc.ABC):
 
     def split(self, fraction: float) -> tuple[Source, Source]:
         """Returns the first examples, and the last ones, which are `fraction` of them, as Keras divides arrays."""
-        del fraction
         raise UserError(
             "validation_split takes the last examples of arrays, and the data is none", "give validation_data instead"
         )

@@ -22,6 +22,7 @@ from tfdist.config.messages import logger
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 
+_TORCH = ("torch.utils.data", "DataLoader")
 _LOOKED_AT = 2  # batches whose shapes and types are compared, as in Keras
 
 
@@ -71,7 +72,7 @@ class PythonReader(Reader):
 
     def cardinality(self, dataset: tf.data.Dataset) -> int:
         # Of what Keras knows the length, too: of torch's loaders, unless they load a stream, and of none of Grain's.
-        known = _is_torch_loader(self.origin) and hasattr(self.origin.dataset, "__len__")
+        known = _comes_from(self.origin, *_TORCH) and hasattr(self.origin.dataset, "__len__")
         return len(self.origin) if known else tf.data.UNKNOWN_CARDINALITY
 
     def _batches(self) -> Iterator:
@@ -182,7 +183,7 @@ def reader(data: Any) -> PythonReader | None:
         return SequenceReader(data)
     if isinstance(data, types.GeneratorType):
         return GeneratorReader(data)
-    if _is_torch_loader(data):
+    if _comes_from(data, *_TORCH):
         unseeded = _comes_from(getattr(data, "sampler", None), "torch.utils.data", "RandomSampler")
         unseeded = unseeded and data.generator is None and data.sampler.generator is None
         why = "the DataLoader would give each worker another order: give it a generator (torch.Generator) with a seed"
@@ -190,10 +191,6 @@ def reader(data: Any) -> PythonReader | None:
     if _comes_from(data, "grain", "MapDataset", "IterDataset", "DataLoader"):
         return PythonReader(data, itertools.islice(data, _LOOKED_AT))
     return None
-
-
-def _is_torch_loader(data: object) -> bool:
-    return _comes_from(data, "torch.utils.data", "DataLoader")
 
 
 def _comes_from(data: object, module: str, *names: str) -> bool:

@@ -112,7 +112,6 @@ class Examples:
             return parts
 
         def decode(row: tf.Tensor, seed: tf.Tensor) -> tuple:
-            del seed  # nothing in it is random
             parts = tf.numpy_function(get, [row], [a.dtype for a in flat])
             return keras.tree.pack_sequence_as(self._first, [tf.ensure_shape(t, s) for t, s in zip(parts, shapes)])
 

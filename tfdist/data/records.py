@@ -18,8 +18,7 @@ from tfdist.data.protocol import Feed, FeedCall, Source, order
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError, one_line
 
-UNREADABLE = (tf.errors.OpError, UnicodeDecodeError)
-"""Raised by TensorFlow for a record that it cannot read; the latter where its message repeats bytes of the record."""
+UNREADABLE = (tf.errors.OpError, UnicodeDecodeError)  # the latter where TensorFlow's message repeats bytes
 
 REPAIR = "repair or remove it, or set data.on_error=skip"  # the fix for an example that cannot be decoded
 AHEAD = 2  # batches that lie ready. Not AUTOTUNE, which may take half of the machine's memory.
@@ -154,8 +153,7 @@ class RecordFeed(Feed):
         self._tail = source.size - (self.batches - 1) * layout.batch
         self._full = source.size // layout.batch if layout.even else 0
         self._by_count = {count: _Decoded.of(layout, count, bool(source.mix)) for count in (layout.batch, self._tail)}
-        self._width = max(len(decoded.positions) for decoded in self._by_count.values())
-        """Examples that are decoded for each batch."""
+        self._width = max(len(decoded.positions) for decoded in self._by_count.values())  # decoded for each batch
         self._order: tuple[int, np.ndarray] | None = None
         self._lock = threading.Lock()
         self._iterator: tf.data.Iterator | None = None

@@ -10,12 +10,10 @@ class Column:
     """One column of a table: what a model, and new rows, must know of it. All of it is of the training split."""
 
     name: str
-    kind: str
-    """`number`, standardized to (value - mean) / std, or `category`, the place of its text in `vocabulary` plus one."""
+    kind: str  # `number`: (value - mean) / std; or `category`: the place of its text in `vocabulary` plus one
     mean: float = 0.0  # mean of the values present. A missing one becomes the mean, which is 0 when standardized.
     std: float = 1.0  # their standard deviation
-    vocabulary: tuple[str, ...] = ()
-    """Texts of a category, sorted; `""` among them where values are missing. Number 0 is for any other text."""
+    vocabulary: tuple[str, ...] = ()  # of a category, sorted, with "" where values are missing; 0 is for any other text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,5 +26,4 @@ class Spec:
     maximum: float  # largest input value, for scaling to [0, 1]
     names: tuple[str, ...] = ()  # names of the classes, where the data set has some
     columns: tuple[Column, ...] = ()  # inputs of a table, in the order of x["numbers"] and of x["categories"]
-    target: Column | None = None
-    """The predicted column of a table. One of kind `number` is not standardized: mean and std are for the model."""
+    target: Column | None = None  # the predicted column of a table; a number is not standardized

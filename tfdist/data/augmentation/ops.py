@@ -16,8 +16,7 @@ from tfdist.config import augment_syntax
 from tfdist.data.augmentation.mixup import mixer
 from tfdist.errors import UserError
 
-GRAY = np.array([0.299, 0.587, 0.114], np.float32)
-"""Weights of red, green and blue in luma (ITU-R BT.601), as in PIL and `tf.image.rgb_to_grayscale`."""
+GRAY = np.array([0.299, 0.587, 0.114], np.float32)  # weights of luma (ITU-R BT.601), as in PIL
 
 _YIQ = np.array([[0.299, 0.587, 0.114], [0.595716, -0.274453, -0.321263], [0.211456, -0.522591, 0.311135]]).T
 

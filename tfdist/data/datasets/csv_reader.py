@@ -21,8 +21,7 @@ from tfdist.errors import UserError
 if TYPE_CHECKING:
     import _csv
 
-MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
-"""Texts that stand for a missing number, in any case. Of a category only an empty text is missing."""
+MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))  # missing numbers, in any case; of a category, ""
 NUMBERS = 0.95  # share of a column's values that must be numbers, or it is a category; the rest are bad rows
 LARGEST = float(np.finfo(np.float32).max)  # more than this would be infinite as a target
 _CHUNK = 20_000
@@ -215,19 +214,18 @@ class _Reader(TableBuilder):
         bad: dict[int, str] = {}
         chunk = {}
         for name, column in values.items():
-            if name not in self.kinds:
-                values_of, wrong, huge = numbers(column)
-                many = len(wrong) > (1 - NUMBERS) * _present(values_of, wrong, huge)
-                self.kinds[name] = "category" if many else "number"
+            if self.kinds.get(name) != "category":
+                chunk[name], wrong, huge = numbers(column)
+                present = len(column) - int(np.isnan(chunk[name]).sum()) + len(wrong) + len(huge)
+                self.kinds.setdefault(name, "category" if len(wrong) > (1 - NUMBERS) * present else "number")
             if self.kinds[name] == "category":
                 if "\0" in "".join(column):
                     for i in (i for i, text in enumerate(column) if "\0" in text):
                         bad.setdefault(i, f"{path} line {lines[i]} has {column[i]!r}, with a NUL, in column {name!r}")
                 chunk[name] = self.numbered(name, map(str.strip, column))
                 continue
-            chunk[name], wrong, huge = numbers(column)
             self._wrong[name] += len(wrong)
-            self._present[name] += _present(chunk[name], wrong, huge)
+            self._present[name] += present
             for i in (*wrong, *huge):
                 bad.setdefault(i, f"{path} line {lines[i]} has {column[i]!r} for a number in column {name!r}")
         self.add(chunk, bad, len(lines))
@@ -270,11 +268,6 @@ def number(text: str) -> float:
     if "_" in text or not text.strip().isascii():
         raise ValueError(f"{text!r} is no number")
     return float(text)
-
-
-def _present(values: np.ndarray, wrong: list[int], huge: list[int]) -> int:
-    """Returns how many values are not missing."""
-    return len(values) - int(np.isnan(values).sum()) + len(wrong) + len(huge)
 
 
 def numbers(column: Sequence[str]) -> tuple[np.ndarray, list[int], list[int]]:

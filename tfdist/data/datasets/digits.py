@@ -40,7 +40,6 @@ class Digits(tfds.core.GeneratorBasedBuilder):
         )
 
     def _split_generators(self, dl_manager):
-        del dl_manager
         rows = _rows()
         return {"train": self._generate_examples(rows[:TRAIN]), "test": self._generate_examples(rows[TRAIN:])}
 

@@ -326,7 +326,6 @@ def _records(
     pixels = image_decoding.decoder(used.tolist())
 
     def decode(stored: tuple, seed: tf.Tensor) -> tuple:
-        del seed
         path, label, which = stored
         image = pixels(tf.io.read_file(path), which)
         return image if size is None else tf.ensure_shape(image, [*size, 3]), label
@@ -338,7 +337,6 @@ def _records(
         return good.concatenate(one.map(nothing)).take(1).get_single_element()
 
     def nothing(path: tf.Tensor, label: tf.Tensor, which: tf.Tensor) -> tuple:
-        del which
         line = tf.strings.join(["tfdist: WARNING: ", path, " cannot be decoded and is skipped"])
         with tf.control_dependencies([tf.print(line, output_stream=sys.stdout)]):
             return tf.zeros([*(size or (1, 1)), 3], tf.uint8), tf.identity(label), 0.0

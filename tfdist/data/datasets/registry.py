@@ -120,10 +120,13 @@ def _stored(experiment: config.Experiment, prepare: bool, hold_out: bool) -> Loa
     splits = {"data.train_split": data.train_split, "data.eval_split": data.eval_split}
     size, skip = field_syntax.image_size(data.image_size), data.on_error == "skip"
     match data.name.partition(":"):
-        case ["synthetic", "", ""]:
-            return _from_splits(user_functions.call("data.options", synthetic, options), splits)
-        case ["stdlib_text", "", ""]:
-            return _from_splits(user_functions.call("data.options", text.stdlib_text, options), splits)
+        case ["synthetic" | "stdlib_text" as name, "", ""]:
+            function = synthetic if name == "synthetic" else text.stdlib_text
+            made = user_functions.call("data.options", function, options)
+            for field, name in splits.items():
+                if name not in made:
+                    raise UserError(f"unknown {field} {name!r}{field_syntax.suggest(name, tuple(made))}")
+            return described(*(Arrays(made[name]) for name in splits.values()))
         case ["csv" | "parquet" as kind, ":", path]:
             return tables.prepare(path, options, (data.train_split, data.eval_split), skip, kind)
         case ["hf", ":", name]:
@@ -131,10 +134,9 @@ def _stored(experiment: config.Experiment, prepare: bool, hold_out: bool) -> Loa
         case ["image_folder", ":", path]:
             return _from_image_folder(data, path, options, size, hold_out)
         case ["numpy", ":", path]:
-            return array_files.load(path, splits, options, lambda size: _fits(size, data.cache))
+            return array_files.load(path, splits, options, lambda size: size < _room(data.cache))
         case ["text", ":", path]:
-            room = {"memory": math.inf, "stream": 0.0, "auto": _memory()}[data.cache]
-            return user_functions.call("data.options", text.load, options, path, splits, room)
+            return user_functions.call("data.options", text.load, options, path, splits, _room(data.cache))
         case ["tfrecord", ":", path]:
             return _of_one_size(data, size, tfrecords.load(path, splits, options, skip, size is not None))
         case ["webdataset", ":", pattern]:
@@ -145,7 +147,7 @@ def _stored(experiment: config.Experiment, prepare: bool, hold_out: bool) -> Loa
         raise UserError(f"data.options={data.options!r} is for functions, the TFDS data set {data.name!r} takes none")
     from tfdist.data.datasets import tfds  # which takes a second to import
 
-    return tfds.load(experiment, _memory(), prepare)
+    return tfds.load(experiment, _room("auto"), prepare)
 
 
 def synthetic(examples: int = 4096, shape: tuple = (32, 32, 3), classes: int = 10, noise: float = 0.5) -> dict:
@@ -173,15 +175,6 @@ def synthetic(examples: int = 4096, shape: tuple = (32, 32, 3), classes: int = 1
     return {"train": make(examples), "test": make(max(1, examples // 4))}
 
 
-def _from_splits(made: dict[str, tuple], splits: dict[str, str]) -> Loaded:
-    """Chooses two of the splits that a function of tfdist has made."""
-    for field, name in splits.items():
-        if name not in made:
-            raise UserError(f"unknown {field} {name!r}{field_syntax.suggest(name, tuple(made))}")
-    train, evaluation = (Arrays(made[name]) for name in splits.values())
-    return described(train, evaluation)
-
-
 def _from_image_folder(
     data: config.Data, path: str, options: Options, size: tuple[int, int] | None, hold_out: bool
 ) -> Loaded:
@@ -207,7 +200,6 @@ def _from_function(experiment: config.Experiment, function: Callable, options: O
     data = experiment.data
     named = inspect.signature(function).parameters
     every = any(p.kind is p.VAR_KEYWORD for p in named.values())
-
     size = field_syntax.image_size(data.image_size)
     from_whole = size is not None and _crops(data)
 
@@ -266,19 +258,13 @@ def _held(source: Source, data: config.Data, size: tuple[int, int] | None, whole
     made: Records = source.by_number("data.image_size")
     if size is not None:
         made = made.map_inputs(lambda x, seed: ops.resize(x, size, data.resize))
-    return in_memory(made) if _fits(size_in_memory(made), data.cache) else made
+    return in_memory(made) if size_in_memory(made) < _room(data.cache) else made
 
 
-def _fits(size: float, cache: str) -> bool:
-    """Returns whether a decoded split of `size` bytes is held in memory."""
-    if cache != "auto":
-        return cache == "memory"
-    return size < _memory()
-
-
-def _memory() -> float:
-    """Returns how many bytes a split may take in memory."""
-    return _MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _room(cache: str) -> float:
+    """Returns how many bytes a decoded split may take in memory."""
+    memory = _MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"memory": math.inf, "stream": 0.0, "auto": memory}[cache]
 
 
 def resized(source: Source, size: tuple[int, int], policy: str) -> Arrays | Records:

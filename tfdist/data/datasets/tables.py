@@ -178,7 +178,13 @@ def prepare(path: str, options: Options, splits: tuple[str, str], skip: bool = F
             kinds |= dict.fromkeys(table.numbers, "number") | dict.fromkeys(table.categories, "category")
             parts[name] = table
     sizes = {name: parts[name].size if name in parts else 0 for name in by_split}
-    cut = lambda field, text: _cut(select(text, sizes, field, what), parts, chosen.in_order)
+
+    def cut(field: str, text: str) -> Table:
+        pieces = []
+        for name, rows in select(text, sizes, field, what):
+            pieces.append(parts[name].taken(rows if chosen.in_order else order(0, 0, parts[name].size)[rows]))
+        return pieces[0] if len(pieces) == 1 else csv_reader.joined(pieces)
+
     train, evaluation = cut("data.train_split", splits[0]), cut("data.eval_split", splits[1])
     columns = tuple(_described(train, name) for name in inputs)
     target, classes = _target(train, chosen)
@@ -226,16 +232,6 @@ def _inputs(chosen: TableOptions, names: list[str]) -> list[str]:
             f"data.options leaves no column to predict {chosen.target!r} from: there are {', '.join(names)}"
         )
     return inputs
-
-
-def _cut(
-    selected: list[tuple[str, np.ndarray]], parts: dict[str, csv_reader.Table], in_order: bool
-) -> csv_reader.Table:
-    pieces = []
-    for name, rows in selected:
-        table = parts[name]
-        pieces.append(table.taken(rows if in_order else order(0, 0, table.size)[rows]))
-    return pieces[0] if len(pieces) == 1 else csv_reader.joined(pieces)
 
 
 def _described(table: csv_reader.Table, name: str) -> Column:

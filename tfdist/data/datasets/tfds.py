@@ -294,7 +294,6 @@ def _records(
         return np.array(raw.__getitems__(rows.tolist()), object)
 
     def decode(serialized: tf.Tensor, seed: tf.Tensor) -> tuple:
-        del seed  # nothing in it is random
         example = features.deserialize_example(serialized)
         x, *rest = (example[key] for key in keys)
         return x if size is None else resize(x, size, policy), *rest

@@ -33,8 +33,7 @@ from tfdist.errors import UserError
 TYPES = ("jpeg", "png", "int64", "float32")
 _WRITTEN = re.compile(r"^(\w+)(?:\[([\d, ]+)\])?$")
 _THREADS = 16
-_HEAD = struct.Struct("<QI")
-"""Length of a record and the check of that length; the check of its bytes follows the record."""
+_HEAD = struct.Struct("<QI")  # length of a record and the check of that length
 _CHECK = struct.Struct("<I")  # the check of a record's bytes
 _CRC = np.arange(256, dtype=np.uint32)  # the CRC-32C (Castagnoli, 1993) of each byte, reflected
 for _ in range(8):
@@ -46,8 +45,7 @@ class TFRecordIndex(ByteRanges):
     """Records of several TFRecord files, compared with their checksums, which follow them, as they are read."""
 
     numbers: np.ndarray  # int64 [records], the number of each in its file
-    broken: tuple[str, ...]
-    """Files that are cut off or damaged: where, and what is wrong. Records before that place are good."""
+    broken: tuple[str, ...]  # files that are cut off or damaged: where, and what; records before that place are good
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         contents = ByteRanges.read(self, rows)
@@ -281,7 +279,6 @@ def _decoder(
     """Returns the `decode` of `Records`."""
 
     def decode(record: tf.Tensor, seed: tf.Tensor) -> tuple:
-        del seed  # nothing in it is random
         values = tf.io.parse_single_example(record, {f.name: f.parser for f in features})
         x, y, *weight = (values[f.name] for f in features)
         if features[0].is_image:
