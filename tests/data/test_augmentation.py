@@ -8,8 +8,8 @@ import PIL.ImageFilter
 import PIL.ImageOps
 import pytest
 import tensorflow as tf
+from support.refusals import refused
 
-import tfdist
 from tfdist.data.augmentation import mixup, ops
 
 SEEDS = [tf.constant([3, i]) for i in range(40)]
@@ -50,9 +50,8 @@ def picture(height=24, width=20, channels=3, seed=0):
     ],
 )
 def test_what_is_not_understood(text, message):
-    with pytest.raises(tfdist.UserError, match=message) as caught:
+    with refused(message):
         ops.parse(text)
-    assert "\n" not in str(caught.value)
 
 
 def test_what_is_understood():
@@ -73,16 +72,13 @@ def test_what_is_understood():
     ],
 )
 def test_data_that_cannot_be_augmented(text, shape, dtype, classes, message):
-    with pytest.raises(tfdist.UserError, match=message):
+    with refused(message):
         ops.parse(text).check(shape, dtype, classes)
     ops.parse("").check(shape, dtype, classes)
 
 
 def test_normalised_images_have_no_colours():
-    with pytest.raises(
-        tfdist.UserError,
-        match=r"color\(0.4\) in data.augment is for images with values from 0 to 1, and these have -2.5",
-    ):
+    with refused(r"color\(0.4\) in data.augment is for images with values from 0 to 1, and these have -2.5"):
         ops.parse("flip, color(0.4)", 1.0).check((8, 8, 3), "float32", 2, -2.5)
     ops.parse("flip, crop(2), mixup(0.2), cutmix(1)", 1.0).check((8, 8, 3), "float32", 2, -2.5)
 

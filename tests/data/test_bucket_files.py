@@ -3,12 +3,12 @@
 import keras
 import numpy as np
 import pytest
+from support.refusals import refused
 
 import tfdist
 from tfdist import config
 from tfdist.config.buckets import Bucket
 from tfdist.data import bucket_files
-from tfdist.errors import UserError
 
 ROWS = "".join(f"{i},{i * i % 7},{i % 2}\n" for i in range(40))
 
@@ -57,16 +57,16 @@ def test_prepared_data_of_tfds_are_taken_from_a_bucket(url, said, tmp_path):
             Bucket(f"{url}/tfds").put(file, file.relative_to(tmp_path / "here").as_posix())
     data = tfdist.load_data("digits", data_dir=f"{url}/tfds/")
     assert data.train.size == 1437 and len(downloads(said)) == 1
-    with pytest.raises(UserError, match=f"data.data_dir={url}/tfds has no files"):
+    with refused(f"data.data_dir={url}/tfds has no files"):
         tfdist.load_data("mnist", data_dir=f"{url}/tfds")
 
 
 def test_what_is_not_there_or_leads_elsewhere_is_refused(url, tmp_path):
     for name in (f"csv:{url}/nothing.csv", f"image_folder:{url}/nothing", f"tfrecord:{url}/*.tfrecord"):
-        with pytest.raises(UserError, match="has no files: give the URL of a file"):
+        with refused("has no files: give the URL of a file"):
             bucket_files.here(config.Data(name=name))
     Bucket(f"{url}/data").put_bytes(b"x", "train.csv")
-    with pytest.raises(UserError, match="a dry run downloads nothing"):
+    with refused("a dry run downloads nothing"):
         bucket_files.here(config.Data(name=f"csv:{url}/data/train.csv"), download=False)
     system = Bucket(url)._system()
     system.pipe_file(f"{url}/data/../escaped", b"x")

@@ -6,6 +6,7 @@ import types
 import keras
 import numpy as np
 import pytest
+from support.refusals import refused
 from support.source_columns import columns_of
 
 import tfdist
@@ -83,9 +84,7 @@ def test_images_of_several_sizes_and_inputs_by_name(load):
     np.testing.assert_array_equal(whole.train.labels, Y)
     named = load(Source(lambda i: ({"a": X[i], "b": PIXELS[i]}, Y[i])), cache="memory")
     np.testing.assert_array_equal(named.train.columns[0]["b"], PIXELS)
-    with pytest.raises(
-        UserError, match=r"example 1 of users_own:data cannot be decoded: it has uint8 \[6, 5, 3\] where"
-    ):
+    with refused(r"example 1 of users_own:data cannot be decoded: it has uint8 \[6, 5, 3\] where"):
         load(ragged, cache="memory")
 
 
@@ -99,7 +98,7 @@ def test_what_grain_is_asked_for(load, said):
         (base.repeat(), r"users_own:data returned examples without end: leave out repeat\(\)"),
         (base.filter(lambda e: e[1] > 0), "example 0 of users_own:data cannot be read: it is None, as behind filter"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             load(made)
     drawn = base.seed(1).random_map(lambda e, rng: (e[0] + rng.normal(), e[1])).map(lambda e: e)
     load(drawn)
@@ -123,9 +122,8 @@ def test_what_grain_is_asked_for(load, said):
     ],
 )
 def test_what_is_refused(made, message, load):
-    with pytest.raises(UserError, match=message) as error:
+    with refused(message):
         load(made)
-    assert "\n" not in str(error.value)
 
 
 def test_an_example_that_cannot_be_read_is_named(load, connect):

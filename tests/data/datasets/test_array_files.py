@@ -3,13 +3,13 @@
 import keras
 import numpy as np
 import pytest
+from support.refusals import refused
 from support.source_columns import columns_of
 
 import tfdist
 from tfdist.data.batch_layout import Layout
 from tfdist.data.records import RecordFeed
 from tfdist.data.sources import Arrays, Records
-from tfdist.errors import UserError
 
 RNG = np.random.default_rng(0)
 X = RNG.integers(0, 256, (50, 6, 4), dtype=np.uint8)
@@ -83,7 +83,7 @@ def test_weights_that_are_none(weight, told, shape, tmp_path):
     """The loss of an example would grow in training, or become NaN."""
     weights = np.ones(shape)
     weights[7] = weight
-    with pytest.raises(UserError) as error:
+    with refused() as error:
         tfdist.load_data(npz(tmp_path / "a.npz", x=X, y=Y[:, 0], weight=weights), **FLAT)
     assert str(error.value) == (
         f"numpy:{tmp_path}/a.npz has the weight {told}: give finite ones of 0 or more, and 0 to leave an example out"
@@ -175,5 +175,5 @@ def damaged(path):
 def test_what_is_refused(make, fields, message, tmp_path):
     with np.errstate(all="ignore"):
         name = make(tmp_path)
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         tfdist.load_data(name, **(FLAT | fields))

@@ -7,6 +7,7 @@ import random
 import keras
 import numpy as np
 import pytest
+from support.refusals import refused
 
 import tfdist
 from tfdist import config
@@ -106,7 +107,7 @@ LARGE = ["9007199254740992", "9007199254740993", "9007199254740994"]
 
 def test_large_classes_are_not_merged(tmp_path):
     path = write(tmp_path / "t.csv", [[i, LARGE[i % 3]] for i in range(9)], ["x", "y"])
-    with pytest.raises(tfdist.UserError) as error:
+    with refused() as error:
         tables.prepare(path, {"target": "y"}, ALL)
     assert str(error.value) == (
         "target 'y' has whole numbers of 2^53 or more, of which 64-bit floats merge some: set classify=True in "
@@ -131,7 +132,7 @@ def test_classes_that_are_texts_are_not_merged(vocabulary, tmp_path):
 @pytest.mark.parametrize("text", ["1_0", "\u0663", "\uff11", "1\u06603"])
 def test_what_only_python_takes_for_a_number(text, tmp_path):
     path = write(tmp_path / "t.csv", [[text if i == 7 else f" {i}\u00a0", i / 2] for i in range(40)], ["x", "y"])
-    with pytest.raises(tfdist.UserError, match=f"t.csv line 9 has {text!r} for a number in column 'x': correct"):
+    with refused(f"t.csv line 9 has {text!r} for a number in column 'x': correct"):
         tables.prepare(path, {"target": "y"}, ALL)
     path = write(tmp_path / "t.csv", [[text * (1 + i % 2), i / 2] for i in range(40)], ["x", "y"])
     assert tables.prepare(path, {"target": "y"}, ALL).spec.columns[0].vocabulary == (text, text * 2)
@@ -151,9 +152,7 @@ def test_folders_patterns_and_what_no_training_row_has(tmp_path):
     assert joined.spec.columns[1].vocabulary == ("a", "b", "new") and joined.spec.columns[0].mean == 3
     np.testing.assert_array_equal(joined.train.columns[0]["categories"][:, 0], [3, 2, 1, 2])
     np.testing.assert_array_equal(joined.eval.columns[0]["categories"], [[1]])
-    with pytest.raises(
-        tfdist.UserError, match=r"csv:.* has no split 'tset': did you mean 'test'\? Known are test, train"
-    ):
+    with refused(r"csv:.* has no split 'tset': did you mean 'test'\? Known are test, train"):
         tables.prepare(str(tmp_path), options, ("train", "tset"))
     both = tables.prepare(str(tmp_path / "*.csv*"), options, ALL)
     assert len(both.train.columns[1]) == 4 and both.spec.columns[0].vocabulary == ("a", "b", "new")
@@ -173,13 +172,11 @@ def test_new_rows_are_read_as_the_model_knows_them(tmp_path):
     np.testing.assert_array_equal(
         x["categories"], [[colour.vocabulary.index("red") + 1, doors.vocabulary.index("7") + 1], [0, 0]]
     )
-    with pytest.raises(tfdist.UserError, match=r"new\.csv lacks the columns a, b that the model was trained on"):
+    with refused(r"new\.csv lacks the columns a, b that the model was trained on"):
         tables.read_inputs(new, (spec_lib.Column("a", "number"), size, spec_lib.Column("b", "category")), {})
-    with pytest.raises(
-        tfdist.UserError, match=r"line 2 has 'red' for a number in column 'colour'.*: correct the file$"
-    ):
+    with refused(r"line 2 has 'red' for a number in column 'colour'.*: correct the file$"):
         tables.read_inputs(new, (spec_lib.Column("colour", "number"),), {})
-    with pytest.raises(tfdist.UserError, match="delimiter must be one character, and no quote, got ';;'"):
+    with refused("delimiter must be one character, and no quote, got ';;'"):
         tables.read_inputs(new, got.spec.columns, {"delimiter": ";;"})
 
 
@@ -192,16 +189,16 @@ def test_new_rows_with_targets(tmp_path, said):
     np.testing.assert_allclose(x["numbers"], [[1], [0]])
     assert y.tolist() == [1, 0] and y.dtype == np.int32
     assert "line 3 has 'x' for a number" in said[0] and "1 rows" in said[1] and len(said) == 2
-    with pytest.raises(tfdist.UserError, match="line 3 has 'x' for a number in column 'age'"):
+    with refused("line 3 has 'x' for a number in column 'age'"):
         tables.read_rows(**row(new, (age,), pays, {}))
-    with pytest.raises(tfdist.UserError, match=r"1 rows have a target 'pays' that no training row has, such as '3.0'"):
+    with refused(r"1 rows have a target 'pays' that no training row has, such as '3.0'"):
         tables.read_rows(**row(new, (age,), pays, {"classify": True}), skip=True)
     _, y = tables.read_rows(**row(new, (age,), spec_lib.Column("pays", "number"), {}), skip=True)
     assert y.tolist() == [3.0, 1.0] and y.dtype == np.float32
-    with pytest.raises(tfdist.UserError, match=r"new\.csv lacks the columns wage that the model was trained on"):
+    with refused(r"new\.csv lacks the columns wage that the model was trained on"):
         tables.read_rows(**row(new, (age,), spec_lib.Column("wage", "number"), {}))
     write(tmp_path / "new.csv", [["50", ""]], ["age", "pays"])
-    with pytest.raises(tfdist.UserError, match="has no rows with a target 'pays': there is nothing to evaluate on"):
+    with refused("has no rows with a target 'pays': there is nothing to evaluate on"):
         tables.read_rows(**row(new, (age,), pays, {}), skip=True)
 
 
@@ -216,7 +213,7 @@ def test_bad_rows_are_named_by_their_line(tmp_path, capfd):
         f"{path} line 5 has 'x\\ny' for a number in column 'n', and 2 more bad rows"
     )
     options = {"target": "n", "in_order": True, "classify": False}
-    with pytest.raises(tfdist.UserError) as error:
+    with refused() as error:
         tables.prepare(str(path), options, ALL)
     assert str(error.value) == f"{expected}: correct the file, or leave such rows out with data.on_error=skip"
     got = tables.prepare(str(path), options, ALL, skip=True)
@@ -286,37 +283,32 @@ def test_a_column_that_turns_out_to_be_texts_late(tmp_path, monkeypatch):
 )
 def test_what_cannot_be_used(text, options, message, tmp_path):
     (tmp_path / "t.csv").write_text(text)
-    with pytest.raises(tfdist.UserError, match=message) as error:
+    with refused(message):
         tables.prepare(str(tmp_path / "t.csv"), options, ALL)
-    assert "\n" not in str(error.value)
 
 
 def test_files_that_cannot_be_used(tmp_path):
-    with pytest.raises(tfdist.UserError, match="has no files: give a CSV file, a folder of"):
+    with refused("has no files: give a CSV file, a folder of"):
         tables.prepare(str(tmp_path), {"target": "a"}, ALL)
     for name in ("train.csv", "train.csv.gz"):
         (tmp_path / name).write_text("a,b\n1,2\n")
-    with pytest.raises(tfdist.UserError, match=r"train\.csv is there as \.csv and as \.csv\.gz: remove one of them"):
+    with refused(r"train\.csv is there as \.csv and as \.csv\.gz: remove one of them"):
         tables.prepare(str(tmp_path), {"target": "a"}, ALL)
     (tmp_path / "train.csv").unlink()
     (tmp_path / "train.csv.gz").unlink()
     (tmp_path / "a.csv").write_text("a,b\n1,2\n")
     (tmp_path / "b.csv").write_text("a,c\n1,2\n")
-    with pytest.raises(
-        tfdist.UserError, match=r"b.csv has other columns than .*a.csv \(b, c\): give files of one table"
-    ):
+    with refused(r"b.csv has other columns than .*a.csv \(b, c\): give files of one table"):
         tables.prepare(str(tmp_path), {"target": "a"}, ALL)
     (tmp_path / "a.csv").write_bytes(b"a,b\n1,2\n1,\xff\xfe\n")
-    with pytest.raises(tfdist.UserError, match=r"a\.csv cannot be read.*give CSV in UTF-8"):
+    with refused(r"a\.csv cannot be read.*give CSV in UTF-8"):
         tables.prepare(str(tmp_path / "a.csv"), {"target": "a"}, ALL)
     zipped = gzip.compress("".join(f"{i},{i**5}\n" for i in range(2000)).encode())
     (tmp_path / "d.csv.gz").write_bytes(zipped[:500] + bytes(100) + zipped[600:])
-    with pytest.raises(
-        tfdist.UserError, match=r"d\.csv\.gz cannot be read after line \d+: Error -3 while decompressing"
-    ):
+    with refused(r"d\.csv\.gz cannot be read after line \d+: Error -3 while decompressing"):
         csv_reader.read([str(tmp_path / "d.csv.gz")], ["0"], {})
     (tmp_path / "c.csv").write_text("a,b\n1,x\n2,y\n")
-    with pytest.raises(tfdist.UserError, match="1 rows have a target 'b' that no training row has, such as 'y'"):
+    with refused("1 rows have a target 'b' that no training row has, such as 'y'"):
         tables.prepare(str(tmp_path / "c.csv"), {"target": "b", "in_order": True}, ("train[:1]", "train[1:]"))
 
 
@@ -392,7 +384,7 @@ def test_an_experiment_on_a_table(tmp_path, connect):
 def test_infinite_numbers_make_no_category(huge, count, tmp_path):
     rows = [[huge if i < count else str(i), str(i / 2)] for i in range(40)]
     path = write(tmp_path / "a.csv", rows, ["x", "y"])
-    with pytest.raises(tfdist.UserError) as error:
+    with refused() as error:
         tables.prepare(path, {"target": "y"}, ALL)
     assert f"a.csv line 2 has {huge!r} for a number in column 'x'" in str(error.value)
     assert "correct the file, or leave such rows out with data.on_error=skip" in str(error.value)
@@ -403,13 +395,13 @@ def test_a_nul_makes_no_category(tmp_path, said):
     rows = [[f"{i}\0" if i % 3 == 0 else str(i), f"t{i % 2}" + "\0" * (i == 7), str(i)] for i in range(30)]
     (tmp_path / "a.csv").write_text("x,t,y\n" + "".join(",".join(row) + "\n" for row in rows))
     path = str(tmp_path / "a.csv")
-    with pytest.raises(tfdist.UserError, match=r"a.csv line 2 has '0\\x00', with a NUL, in column 'x'; .* 8 more bad"):
+    with refused(r"a.csv line 2 has '0\\x00', with a NUL, in column 'x'; .* 8 more bad"):
         tables.prepare(path, {"target": "y"}, ALL)
     kept = tables.prepare(path, {"target": "y", "leave_out": "x"}, ALL, skip=True)
     assert kept.spec.columns[0].vocabulary == ("t0", "t1") and len(kept.train.columns[1]) == 29
     assert "line 9 has 't1\\x00', with a NUL, in column 't'" in said[0]
     (tmp_path / "b.csv").write_text("x\0,y\n1,2\n")
-    with pytest.raises(tfdist.UserError, match="has a NUL in its header: give CSV in UTF-8"):
+    with refused("has a NUL in its header: give CSV in UTF-8"):
         tables.prepare(str(tmp_path / "b.csv"), {"target": "y"}, ALL)
 
 

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support.refusals import refused
 from support.source_columns import columns_of
 
 import tfdist
@@ -104,7 +105,7 @@ def damaged(tmp_path):
 def test_damaged_files_are_named(damaged, said):
     folder, at = damaged
     message = f"{folder}/b is cut off behind 2 records; {folder}/c is damaged at byte {at}, behind 2 good records"
-    with pytest.raises(tfdist.UserError) as error:
+    with refused() as error:
         tfrecords.load(str(folder), SPLITS, PICTURE)
     assert str(error.value) == f"{message}: write them again, or leave out what is lost with data.on_error=skip"
     found = tfrecords.load(str(folder), SPLITS, PICTURE, skip=True)
@@ -136,14 +137,11 @@ def flipped(tmp_path):
 @pytest.mark.parametrize("cache", ["auto", "stream"])
 def test_a_record_with_a_flipped_bit_is_named(cache, number, flipped):
     path = flipped(number)
-    with pytest.raises(
-        tfdist.UserError, match=rf"^record {number} of {path} .*: its bytes do not match their checksum \(CRC-32C\): "
-    ) as error:
+    with refused(rf"^record {number} of {path} .*: its bytes do not match their checksum \(CRC-32C\): "):
         loaded = registry.load(experiment(path, cache=cache))
         model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(3)])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         tfdist.fit(model, loaded.train, batch_size=3, verbose=0)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -196,33 +194,30 @@ def test_records_with_a_flipped_bit_are_left_out_on_demand(numbers, message, fli
 )
 def test_what_does_not_fit(options, message, tmp_path):
     path = write(tmp_path / "a.tfrecord", pictures(0, 3))
-    with pytest.raises(tfdist.UserError, match=message) as error:
+    with refused(message):
         tfrecords.load(str(path), SPLITS, options)
-    assert "\n" not in str(error.value)
 
 
 def test_files_that_cannot_be_read(tmp_path):
     load = lambda name: tfrecords.load(str(tmp_path / name), SPLITS, PICTURE)
     write(tmp_path / "z.gz", pictures(0, 3), tf.io.TFRecordOptions("GZIP"))
-    with pytest.raises(
-        tfdist.UserError, match=r"z.gz is compressed with GZIP, which cannot be read by number: write it ag"
-    ):
+    with refused(r"z.gz is compressed with GZIP, which cannot be read by number: write it ag"):
         load("z.gz")
     write(tmp_path / "z.zlib", pictures(0, 3), tf.io.TFRecordOptions("ZLIB"))
-    with pytest.raises(tfdist.UserError, match=r"z.zlib is no TFRecord file, or is compressed"):
+    with refused(r"z.zlib is no TFRecord file, or is compressed"):
         load("z.zlib")
     (tmp_path / "empty").write_bytes(b"")
-    with pytest.raises(tfdist.UserError, match="empty is empty: write them again"):
+    with refused("empty is empty: write them again"):
         load("empty")
-    with pytest.raises(tfdist.UserError, match="has no files: give a file, a folder, or a pattern such as"):
+    with refused("has no files: give a file, a folder, or a pattern such as"):
         load("none*")
     write(tmp_path / "text", [b"no example"])
-    with pytest.raises(tfdist.UserError, match=r"record 0 of .*text is no tf.train.Example"):
+    with refused(r"record 0 of .*text is no tf.train.Example"):
         load("text")
     (tmp_path / "d").mkdir()
     write(tmp_path / "d" / "train.tfrecord", pictures(0, 3))
     write(tmp_path / "d" / "more.tfrecord", pictures(0, 3))
-    with pytest.raises(tfdist.UserError, match=r"more.tfrecord does not say of which split it is, and others do"):
+    with refused(r"more.tfrecord does not say of which split it is, and others do"):
         load("d")
 
 
@@ -242,12 +237,10 @@ def test_an_experiment_on_records(cache, kind, tmp_path):
     crop = registry.load(experiment(path, cache="stream", image_size="4x3", augment="resized_crop(0.3)"))
     assert columns_of(crop.train)[0][:, 0, 0, 0].tolist() == [3 * i for i in range(8)]
     if cache == "auto":
-        with pytest.raises(tfdist.UserError, match=r"record 4 of .*a.tfrecord cannot be decoded.*: remove it"):
+        with refused(r"record 4 of .*a.tfrecord cannot be decoded.*: remove it"):
             registry.load(experiment(path, cache=cache))
         write(path, [{"image": next(pictures(0, 1))["image"], "label": 3}])
-        with pytest.raises(
-            tfdist.UserError, match=r"record 0 of .* cannot be decoded: label is not in 0 to 2 \(classes=3\)"
-        ):
+        with refused(r"record 0 of .* cannot be decoded: label is not in 0 to 2 \(classes=3\)"):
             registry.load(experiment(path, cache=cache))
 
 
@@ -255,7 +248,7 @@ def test_an_experiment_on_records(cache, kind, tmp_path):
 def test_a_weight_that_is_none(weight, tmp_path):
     path = write(tmp_path / "a.tfrecord", [{**example, "weight": weight} for example in pictures(0, 1)])
     given = experiment(path, cache="auto", options="image=png, label=int64, weight=float32, classes=3")
-    with pytest.raises(tfdist.UserError, match=r"record 0 of .* cannot be decoded: weight is negative, NaN or"):
+    with refused(r"record 0 of .* cannot be decoded: weight is negative, NaN or"):
         registry.load(given)
 
 
@@ -281,13 +274,13 @@ def test_an_image_that_claims_to_be_huge_is_refused_before_it_takes_the_memory(k
     e = experiment(path)
     e.data.options = f"image={kind}, label=int64, classes=3"
     name = rf"record {place} of .*a.tfrecord cannot be decoded: it has more pixels than max_pixels=178956970, which "
-    with pytest.raises(tfdist.UserError, match=name if place else f"image of {name}"):
+    with refused(name if place else f"image of {name}"):
         registry.load(e)
     e.data.options += ", max_pixels=29"
-    with pytest.raises(tfdist.UserError, match=r"it has more pixels than max_pixels=29, which data.options can change"):
+    with refused(r"it has more pixels than max_pixels=29, which data.options can change"):
         registry.load(e)
     write(path, examples[1:2])
-    with pytest.raises(tfdist.UserError, match=r"more pixels than max_pixels=29"):
+    with refused(r"more pixels than max_pixels=29"):
         registry.load(e)
     e.data.options = e.data.options.replace("=29", "=30")
     assert registry.load(e).train.size == 1
