@@ -312,3 +312,14 @@ def test_nothing_of_a_check_stays_anywhere(connect, monkeypatch, name):
         outcomes.append([*copies, *metrics, np.random.rand(), random.random()])
     for one, other in zip(*outcomes, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_prediction_whose_outputs_are_of_the_whole_batch_is_refused(connect, replicas):
+    """One column for each row of the batch, as a similarity matrix has: a replica knows its own rows alone."""
+    with connect(replicas).scope():
+        x = keras.Input((4,))
+        similarities = keras.layers.Lambda(lambda v: keras.ops.matmul(v, keras.ops.transpose(v)))
+        model = keras.Model(x, similarities(keras.layers.Dense(3)(x)))
+    with pytest.raises(tfdist.UserError, match=r"disagree on this model in a prediction: .* make it depend on each"):
+        tfdist.predict(model, np.ones((40, 4), "float32"), batch_size=8, distribution=connect(replicas), verbose=0)

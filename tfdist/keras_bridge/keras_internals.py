@@ -701,3 +701,18 @@ def scaled_gradients(factor: tf.Tensor) -> Iterator[None]:
     finally:
         with PATCHED:
             tf.GradientTape.gradient = original
+
+
+_IN_FLOAT32 = (
+    keras.layers.BatchNormalization,
+    keras.layers.GroupNormalization,
+    keras.layers.LayerNormalization,
+    keras.layers.RMSNormalization,
+    keras.layers.Embedding,  # whose gradient is not summed over its rows
+)
+
+
+def in_float16(model: keras.Model) -> set[int]:
+    """Returns the ids of the weights whose gradient a batch on one device sums in float16; of layers, not in public."""
+    layers = [layer for layer in flat_layers(model) if layer.compute_dtype == "float16"]
+    return {id(v) for layer in layers if not isinstance(layer, _IN_FLOAT32) for v in own_trainable_variables(layer)}

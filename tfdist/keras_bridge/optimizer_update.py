@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import keras
@@ -20,10 +20,19 @@ from tfdist.errors import UserError
 from tfdist.keras_bridge import ema, keras_internals
 from tfdist.keras_bridge.keras_internals import inner_optimizer
 
+OVERFLOW = 65520.0
+"""Smallest number that is rounded to infinity in float16."""
 FUSED = (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD)
 
 Gradients: TypeAlias = "list[tf.Tensor | None]"
 """One dense tensor per trainable variable, None where the loss does not depend on it."""
+
+
+def _overflowed(gradient: tf.Tensor | None) -> tf.Tensor | None:
+    """Returns a sum over replicas as one device has it in float16: a loss scale is halved for what overflows there."""
+    if gradient is None:
+        return None
+    return tf.where(tf.abs(gradient) < OVERFLOW, gradient, tf.constant(float("inf"), gradient.dtype))
 
 
 def is_fused(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -58,7 +67,10 @@ def check(optimizer: keras.optimizers.Optimizer) -> None:
 
 @contextlib.contextmanager
 def owned(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable] = (), factors: Sequence[float] = ()
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[keras.Variable] = (),
+    factors: Sequence[float] = (),
+    in_float16: Collection[int] = (),
 ) -> Iterator[OwnedOptimizer]:
     """While an update is traced, keeps a Keras optimizer from reducing again and from averaging weights.
 
@@ -67,13 +79,14 @@ def owned(
 
     Args:
       factors: on the learning rate of each of `variables`; none for 1.
+      in_float16: ids of variables whose gradient one device computes in float16, see `keras_internals.in_float16`.
     """
     for dtype in {str(v.dtype) for v in variables} & {"bfloat16", "float16"}:
         _warn_of_low_precision(dtype, "" if is_fused(optimizer) else type(inner_optimizer(optimizer)).__name__)
     base = inner_optimizer(optimizer)
     averages = base.use_ema
     by_key = {keras_internals.variable_key(base, v): f for v, f in zip(variables, factors)} if factors else {}
-    mine = OwnedOptimizer(optimizer, averages, by_key)
+    mine = OwnedOptimizer(optimizer, averages, by_key, in_float16)
     with contextlib.ExitStack() as changes:
         base.use_ema = False
         changes.callback(setattr, base, "use_ema", averages)
@@ -92,10 +105,18 @@ class OwnedOptimizer:
     Args:
       averages: whether it keeps moving averages of the weights.
       factors: on the learning rate, by `keras_internals.variable_key`; 1 for those that are not in it.
+      in_float16: as in `owned`.
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, averages: bool, factors: Mapping[str, float]):
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        averages: bool,
+        factors: Mapping[str, float],
+        in_float16: Collection[int] = (),
+    ):
         self._optimizer = optimizer
+        self._in_float16 = in_float16
         self._base = inner_optimizer(optimizer)
         self._is_fused = is_fused(optimizer)
         self._averages = averages
@@ -128,6 +149,8 @@ class OwnedOptimizer:
             return  # as in Keras, which says that there is nothing to train
         if not any(g is not None for g in (*grads, *penalty_grads)):
             raise UserError("no trainable variable has a gradient: the loss does not depend on the model's weights")
+        if self._optimizer is not self._base and self._in_float16:
+            grads = [_overflowed(g) if id(v) in self._in_float16 else g for g, v in zip(grads, variables)]
         if not self._is_fused:
             self._apply_keras(grads, variables, penalty_grads)
         elif self._optimizer is self._base:

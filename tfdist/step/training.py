@@ -53,7 +53,9 @@ def train_step(
     model = replica.model
     variables = model.trainable_variables
     with (
-        optimizer_update.owned(model.optimizer, variables, options.factors) as optimizer,
+        optimizer_update.owned(
+            model.optimizer, variables, options.factors, keras_internals.in_float16(model)
+        ) as optimizer,
         replica.tracing(),
         keras_internals.sums_in_order() if layout.virtual else contextlib.nullcontext(),
         batch_norm.fused(None if replica.jit else model),  # XLA fuses by itself

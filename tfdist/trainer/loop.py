@@ -35,6 +35,7 @@ class FitLoop:
     def __init__(self, plan: TrainingPlan):
         self._plan, self._options, self._step = plan, plan.options, plan.step
         self._model, self._distribution, self._callbacks = plan.model, plan.options.distribution, plan.callbacks
+        self._compiled = keras_internals.compiled_loss(plan.model)
         self._reader = plan.source.reader
         self._position = plan.start_of(plan.options.initial_epoch)
         self._logs: dict = {}
@@ -207,6 +208,11 @@ class FitLoop:
             return False
         waited = time.perf_counter() - read_began
         call = plan.compiled(part.full, self._norm, part.count)
+        if self._compiled is not keras_internals.compiled_loss(model):
+            raise UserError(
+                "a callback compiled the model within fit, which goes on with the step that it began with",
+                "call fit anew after compile()",
+            )
         self._sync_check.check_if_due(model, position.update)
         self._callbacks.on_train_batch_begin(position.begun)
         steady = id(call) in step.warm

@@ -227,6 +227,12 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
     except (ValueError, TypeError, tf.errors.OpError) as error:
         if comparison.kind == "train":
             raise
+        if probe.computed_whole:
+            raise UserError(
+                f"{comparison} disagree on this model{_CONTEXT[comparison.kind]}: it cannot be computed from parts of "
+                f"a batch ({type(error).__name__}: {one_line(error, 200)})",
+                f"make it depend on each row alone, {_fix(comparison)}",
+            ) from error
         # The batches may have a shape that these few rows have not; what is wrong with those, too, they will say.
         logger.info(f"WARNING: not checked whether {comparison} agree: {type(error).__name__}: {one_line(error, 200)}")
         return False

@@ -130,6 +130,8 @@ class EquivalenceProbe:
             self._count = available - available % self._distribution.replicas or available
         self.adding: list[str] = []
         """The layers that call `add_loss`."""
+        self.computed_whole = False
+        """Whether one replica has computed all rows."""
         self._compiled: dict[bool, _Function] = {}
 
     def whole(self, backwards: bool = False, times: int = 1, factor: float = 1.0) -> ProbeResult:
@@ -162,6 +164,7 @@ class EquivalenceProbe:
         finally:
             for variable, value in before:
                 variable.assign(value)
+        self.computed_whole |= whole
         arrays = {name: _as_numbers(value) for name, value in values.items()}
         if backwards:
             arrays.update({name: value[::-1] for name, value in arrays.items() if name.startswith(OUTPUT)})
