@@ -634,6 +634,8 @@ def test_targets_that_do_not_fit(connect):
     message = r"loss does not fit the model's outputs: an example's targets have the shapes {'colour': \(\)}, its"
     with pytest.raises(tfdist.UserError, match=message):
         tfdist.fit(model, x, {"colour": np.zeros(8)}, verbose=0)
+    with pytest.raises(tfdist.UserError, match="there are no targets: give fit or evaluate y"):
+        tfdist.fit(model, x, verbose=0)
 
 
 def test_one_loss_for_two_outputs_of_different_widths(connect):

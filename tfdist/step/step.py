@@ -269,6 +269,8 @@ class Step:
         """Creates the variables of metrics and optimizer for these targets and outputs of a row."""
         model = self.model
         own = self.own_step("train")
+        if y is None and not own and getattr(model, "loss", None) is not None:
+            raise UserError("the model is compiled with a loss, and there are no targets", "give fit or evaluate y")
         try:
             if not own:
                 with layer_state.unchanged([]):  # keras_internals.matched_losses calls losses, which may count that
