@@ -22,7 +22,7 @@ from tfdist.cluster import registration, watch, wire
 from tfdist.cluster.watch import Watch
 from tfdist.cluster.wire import Acceptor
 from tfdist.doctor import network
-from tfdist.launch import node_link
+from tfdist.launch import node_agent
 from tfdist.launch.event_loop import Events
 
 SECRET = "hush"
@@ -33,8 +33,8 @@ NODE = dict(kind="node", rank=1, facts={"--jit": "on"}, host="h", pid=2, address
 READERS = [  # who reads it, and messages that are right
     (registration.MEMBER, [NODE, {**NODE, "kind": "worker", "address": "h:1"}]),
     (registration.ANSWER_TO_NODE, [{"welcome": "h"}, {"refused": "no", "fix": "x"}]),
-    (node_link.EVENTS, [{"beat": 1}, {"event": "exit", "exit": EXIT}, {"event": "signal", "name": "SIGTERM"}]),
-    (node_link.ORDERS, [{"order": "round", "round": ROUND}, {"order": "over", "code": 0, "line": ""}]),
+    (node_agent.EVENTS, [{"beat": 1}, {"event": "exit", "exit": EXIT}, {"event": "signal", "name": "SIGTERM"}]),
+    (node_agent.ORDERS, [{"order": "round", "round": ROUND}, {"order": "over", "code": 0, "line": ""}]),
     (
         registration.answer_to_worker(2),
         [{"welcome": {"addresses": ["h:1", "i:2"], "hosts": ["h", "i"]}}, {"refused": "no", "fix": "x"}],
@@ -227,7 +227,7 @@ def spoken(near, pieces):
 def another_node(pieces):
     near, connection = pair()
     with Events() as events:
-        link = node_link.NodeLink(connection, registration.Member(**NODE), events, node_link.EVENTS)
+        link = node_agent.NodeLink(connection, registration.Member(**NODE), events, node_agent.EVENTS)
         spoken(near, pieces)
         while not link.lost:
             events.wait(LIMIT_S)

@@ -14,7 +14,7 @@ import pytest
 from tfdist.cluster import registration, standard_error, watch, wire
 from tfdist.cluster.watch import Watch
 from tfdist.errors import printable, shown
-from tfdist.launch import node_link
+from tfdist.launch import node_agent
 from tfdist.launch.event_loop import Events
 
 WORKER = dict(kind="worker", rank=1, facts={"a": "b"}, host="h", pid=3, address="h:1", nproc=1)
@@ -30,18 +30,18 @@ VALID = [  # who reads it, and a message with every field that there is
     (registration.MEMBER, WORKER),
     (registration.ANSWER_TO_NODE, {"welcome": "h"}),
     (registration.ANSWER_TO_NODE, {"refused": "no", "fix": "x"}),
-    (node_link.EVENTS, {"beat": 1}),
-    (node_link.EVENTS, {"event": "exit", "exit": EXIT}),
-    (node_link.EVENTS, {"event": "ended"}),
-    (node_link.EVENTS, {"event": "cannot", "line": "no"}),
-    (node_link.EVENTS, {"event": "signal", "name": "SIGTERM"}),
-    (node_link.ORDERS, {"beat": 1}),
-    (node_link.ORDERS, {"order": "round", "round": ROUND}),
-    (node_link.ORDERS, {"order": "say", "line": "x", "error": False}),
-    (node_link.ORDERS, {"order": "end", "text": "x", "lines": ["y"]}),
-    (node_link.ORDERS, {"order": "stop"}),
-    (node_link.ORDERS, {"order": "kill"}),
-    (node_link.ORDERS, {"order": "over", "code": 0, "line": ""}),
+    (node_agent.EVENTS, {"beat": 1}),
+    (node_agent.EVENTS, {"event": "exit", "exit": EXIT}),
+    (node_agent.EVENTS, {"event": "ended"}),
+    (node_agent.EVENTS, {"event": "cannot", "line": "no"}),
+    (node_agent.EVENTS, {"event": "signal", "name": "SIGTERM"}),
+    (node_agent.ORDERS, {"beat": 1}),
+    (node_agent.ORDERS, {"order": "round", "round": ROUND}),
+    (node_agent.ORDERS, {"order": "say", "line": "x", "error": False}),
+    (node_agent.ORDERS, {"order": "end", "text": "x", "lines": ["y"]}),
+    (node_agent.ORDERS, {"order": "stop"}),
+    (node_agent.ORDERS, {"order": "kill"}),
+    (node_agent.ORDERS, {"order": "over", "code": 0, "line": ""}),
     (registration.answer_to_worker(2), {"welcome": PLACES}),
     (registration.answer_to_worker(2), {"refused": "no", "fix": "x"}),
     (registration.answer_to_worker(2), {"missing": 1, "refused": "no", "fix": "x"}),
@@ -114,7 +114,7 @@ def test_another_node_that_speaks_nonsense_is_lost():
         connection.__dict__ |= dict(
             lost=None, _socket=far, _buffer=bytearray(), longest=1000, _sending=threading.Lock()
         )
-        link = node_link.NodeLink(connection, registration.Member(**NODE), events, node_link.EVENTS)
+        link = node_agent.NodeLink(connection, registration.Member(**NODE), events, node_agent.EVENTS)
         near.sendall(b'{"event": "ended"}\n{"event": "exit"}\n')
         while not link.lost:
             events.wait(30)

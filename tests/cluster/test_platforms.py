@@ -3,7 +3,7 @@
 import pytest
 from support.launchers import launch  # noqa: F401
 
-from tfdist.cluster import discovery, platforms
+from tfdist.cluster import discovery, env_vars
 from tfdist.cluster.discovery import Cluster
 from tfdist.errors import UserError
 
@@ -45,7 +45,7 @@ LOCAL = env("LOCAL_RANK=0 LOCAL_WORLD_SIZE=1")
     ],
 )
 def test_node(environ, expected):
-    assert platforms.node(environ) == expected
+    assert env_vars.platform_node(environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_node(environ, expected):
 )
 def test_what_makes_no_sense(environ, message):
     with pytest.raises(UserError) as caught:
-        platforms.node(environ)
+        env_vars.platform_node(environ)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 

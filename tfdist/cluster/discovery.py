@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tfdist.cluster import env_vars, platforms
+from tfdist.cluster import env_vars
 from tfdist.cluster.addresses import MOST_HOSTS, expand, is_loopback, join, split
 from tfdist.errors import UserError, one_line
 
@@ -152,7 +152,7 @@ def _place(cluster: Cluster) -> tuple[int, int]:
 
 def _torchrun(environ: Mapping[str, str]) -> Cluster | None:
     """Reads torchrun's variables as a user or a script sets them."""
-    if not _has(environ, TORCHRUN) or platforms.counts_nodes(environ):
+    if not _has(environ, TORCHRUN) or env_vars.counts_nodes(environ):
         return None
     cluster = _counted(environ, TORCHRUN)
     if cluster.size > 1:
@@ -230,7 +230,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 def _platform(environ: Mapping[str, str]) -> Cluster | None:
     """Reads the rank of a process that the platform starts: one worker on each node."""
-    node = platforms.node(environ)
+    node = env_vars.platform_node(environ)
     if node is None:
         return None
     return Cluster(node.source, node.node_rank, node.nnodes, master=env_vars.master(environ, node.addr, node.port))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 BEAT_S = 1.0  # seconds between heartbeats
 SILENT_S = 10.0
@@ -35,11 +35,7 @@ class State(NamedTuple):
     since: float  # when it began, by this process' monotonic clock
 
 
-class Finding(NamedTuple):
-    """Why the run cannot go on."""
-
-    rank: int | None  # the worker that caused it; None if that cannot be determined
-    why: str
+Finding: TypeAlias = tuple[int | None, str]  # who caused that the run cannot go on, if that is known, and how
 
 
 def find_silent(
@@ -52,7 +48,7 @@ def find_silent(
     for rank, last in heard.items():
         limit = max(SILENT_S, start_timeout) if states[rank].phase in _MAY_HOLD_LOCK else SILENT_S
         if now - last > limit and rank not in gone:
-            return Finding(rank, f"silent for {now - last:.0f} s")
+            return rank, f"silent for {now - last:.0f} s"
     return None
 
 
@@ -72,27 +68,25 @@ def find_stall(
     if ended:
         # They may wait for ever for a worker that is busy with something of its own, but a call needs all of them.
         if others and all(s.phase == "call" and now - s.since > AHEAD_S for s in others.values()):
-            return Finding(
-                min(ended), "it has finished while the others wait for it: every worker must make the same updates"
-            )
+            return min(ended), "it has finished while the others wait for it: every worker must make the same updates"
         return None
     if any(now - s.since <= stall_timeout * (EXEMPT_FACTOR if s.phase in EXEMPT else 1) for s in others.values()):
         return None
     for rank, (phase, update, since) in others.items():
         if phase not in ("call", "waiting"):
             activity = "stuck in Python" if phase == "python" else phase
-            return Finding(rank, f"{activity} for {now - since:.0f} s after update {update} (--stall_timeout)")
+            return rank, f"{activity} for {now - since:.0f} s after update {update} (--stall_timeout)"
     update = min(s.update for s in others.values())
     waited = min(now - s.since for s in others.values())
     called = [s.update for s in others.values() if s.phase == "call"]
     early = [rank for rank in waiting if called and others[rank].update <= min(called)]
     if early:  # one with more updates has ended the call that another hangs in
-        return Finding(
+        return (
             early[0],
             f"it is at {waiting[early[0]]!r} while others have been in a call for {waited:.0f} s since update {update} "
             "(--stall_timeout): every worker must have as much data, and make the same calls",
         )
-    return Finding(None, f"no worker has finished a call for {waited:.0f} s since update {update} (--stall_timeout)")
+    return None, f"no worker has finished a call for {waited:.0f} s since update {update} (--stall_timeout)"
 
 
 class ReceivedSignal(NamedTuple):
@@ -102,19 +96,12 @@ class ReceivedSignal(NamedTuple):
     at: float  # when, by this process' monotonic clock
 
 
-class Stop(NamedTuple):
-    """The end of a worker whose main thread does not see its signal."""
-
-    code: int  # exit code of the process
-    why: str
-
-
 def overdue_stop(
     signals: Sequence[ReceivedSignal], own: State, others: Iterable[State], longest_call: float, now: float
-) -> Stop | None:
+) -> tuple[int, str] | None:
     """Decides whether the main thread, which may wait in C++ for another worker, will ever see its signal.
 
-    Returns how the worker has to end, or None while it may still end in order; `longest_call` is in seconds.
+    Returns its exit code and why it has to end, or None while it may still end in order; `longest_call` is in seconds.
     """
     if not signals:
         return None
@@ -128,4 +115,4 @@ def overdue_stop(
         if others_are_busy or waited <= max(SIGNAL_S, 2 * longest_call):
             return None
     why = f"stopped by {name.name} after update {own.update}, which cannot be saved: no update has ended since"
-    return Stop(code, why)
+    return code, why

@@ -14,22 +14,19 @@ from typing import Any, TypeAlias
 from tfdist.cluster.wire import WireError
 from tfdist.errors import printable
 
-Reader: TypeAlias = Callable[[object], Any]
+Reader: TypeAlias = Callable[[Any], Any]
 
 
-def _require(valid: object) -> None:
+def _require(valid: object, value: Any = None) -> Any:
     if not valid:
         raise WireError("it sent what no process of tfdist sends")
+    return value
 
 
 def whole(least: int = 0, most: int = 2**31 - 1) -> Reader:
     """Reads a whole number within limits."""
 
-    def read(value: Any) -> int:
-        _require(type(value) is int and least <= value <= most)
-        return value
-
-    return read
+    return lambda value: _require(type(value) is int and least <= value <= most, value)
 
 
 def number(value: Any) -> float:
@@ -40,38 +37,23 @@ def number(value: Any) -> float:
 
 def flag(value: Any) -> bool:
     """Reads true or false."""
-    _require(isinstance(value, bool))
-    return value
+    return _require(isinstance(value, bool), value)
 
 
 def line(longest: int = 1000) -> Reader:
     """Reads a text, and makes it `printable`."""
-
-    def read(value: Any) -> str:
-        _require(isinstance(value, str))
-        return printable(value, longest)
-
-    return read
+    return lambda value: printable(_require(isinstance(value, str), value), longest)
 
 
 def text(longest: int = 1 << 20) -> Reader:
     """Reads a text that can be encoded, and returns it unchanged: to be compared, not to be printed."""
-
-    def read(value: Any) -> str:
-        _require(isinstance(value, str) and len(value) <= longest and not re.search("[\ud800-\udfff]", value))
-        return value
-
-    return read
+    fits = lambda value: len(value) <= longest and not re.search("[\ud800-\udfff]", value)
+    return lambda value: _require(isinstance(value, str) and fits(value), value)
 
 
 def one_of(*values: str) -> Reader:
     """Reads one of these texts."""
-
-    def read(value: Any) -> str:
-        _require(isinstance(value, str) and value in values)
-        return value
-
-    return read
+    return lambda value: _require(isinstance(value, str) and value in values, value)
 
 
 def each(reader: Reader, least: int = 0, most: int = 100_000) -> Reader:

@@ -155,7 +155,7 @@ class Watch:
             self._changed.wait_for(lambda: len(self.gone) == len(self._connections), seconds)
             silent = self._find_silent(SILENT_S, time.monotonic())
             if silent:
-                rank, why = silent.rank or 0, f"{silent.why} at the end of the run"
+                rank, why = silent[0] or 0, f"{silent[1]} at the end of the run"
                 self.failure = f"lost worker {rank} ({self._hosts[rank]}): {why}"
                 exit_record.leave(LostWorker(rank, f"({self._hosts[rank]}): {why}"))
         return silent is not None
@@ -265,25 +265,26 @@ class Watch:
         """Looks for workers that are silent or stuck, and for a signal that the main thread does not see."""
         silent = self._find_silent(self.start_timeout, now)
         if silent:
-            self._miss(silent.rank or 0, silent.why)
+            self._miss(silent[0] or 0, silent[1])
             return
         if not self.failure:
             stop = heartbeat.overdue_stop(
                 tuple(self.signals), self.state, self._states.values(), self._longest_call, now
             )
             if stop:
-                self.code = stop.code
-                self.send({"failed": stop.why})
+                self.code, why = stop
+                self.send({"failed": why})
                 with self._changed:
-                    self.failure = self.failure or stop.why
+                    self.failure = self.failure or why
                     self._changed.notify_all()
         if self._rank == 0:
             states = {0: self.state, **self._states}
             stall = heartbeat.find_stall(states, self._votes.waiting(), now, self._stall_timeout)
-            if stall and stall.rank is None:
-                self._fail(stall.why)
-            elif stall:
-                self._lose(stall.rank or 0, stall.why)
+            rank, why = stall or (None, "")
+            if rank is not None:
+                self._lose(rank, why)
+            elif why:
+                self._fail(why)
 
     def _miss(self, rank: int, why: str) -> None:
         """Ends the run because a worker is lost that has given no reason."""

@@ -230,9 +230,7 @@ def accept(sock: socket.socket, secret: str = "") -> Connection:
         try:
             _check(answer, _proof(secret, "client", mine, theirs))
         except WireError:
-            connection.send(
-                {"proof": ""}
-            )  # closing without an answer would look like an accident, after which the other side retries
+            connection.send({"proof": ""})  # closing without an answer would look like an accident, to be tried again
             raise
         connection.longest = LONGEST  # the next messages may be longer, and may arrive with this one
         connection.send({"proof": _proof(secret, "server", theirs, mine)})
@@ -244,11 +242,12 @@ def accept(sock: socket.socket, secret: str = "") -> Connection:
 
 def derived(secret: str, salt: str) -> str:
     """Derives from a public salt a secret that only those who know `secret` can compute."""
-    return hmac.new(_secret_bytes(secret), f"derived {salt}".encode(), "sha256").hexdigest()
+    return _proof(secret, "derived", salt)
 
 
-def _proof(secret: str, role: str, challenge: str, nonce: str) -> str:
-    return hmac.new(_secret_bytes(secret), f"{role} {challenge} {nonce}".encode(), "sha256").hexdigest()
+def _proof(secret: str, *about: str) -> str:
+    # TFDIST_SECRET as the environment holds it, which need not be UTF-8.
+    return hmac.new(secret.encode("utf-8", "surrogateescape"), " ".join(about).encode(), "sha256").hexdigest()
 
 
 def _check(message: Message, expected: str) -> None:
@@ -275,11 +274,6 @@ def _depth(line: bytes) -> int:
         depth += 1 if bracket in b"[{" else -1
         deepest = max(deepest, depth)
     return deepest
-
-
-def _secret_bytes(secret: str) -> bytes:
-    """Returns the bytes of TFDIST_SECRET as the environment holds them, which need not be UTF-8."""
-    return secret.encode("utf-8", "surrogateescape")
 
 
 AT_ONCE = 64  # most simultaneous handshakes

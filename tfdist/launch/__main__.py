@@ -16,13 +16,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from tfdist import __version__
+from tfdist.cluster import env_vars
 from tfdist.config import buckets, field_syntax, messages, validation
 from tfdist.config.commands import standard_streams
 from tfdist.config.messages import aside
 from tfdist.distributed import gpus
 from tfdist.errors import UserError, shown
-from tfdist.launch import coordinator, machines, node_agent, node_link
+from tfdist.launch import coordinator, machines, node_agent
 from tfdist.launch.event_loop import Events, Screen
+from tfdist.launch.machines import JOIN_S, SCALE_S
 
 _OWN = ("devices", "workdir", "threads", "progress", "start_timeout", "stall_timeout")
 """Environment flags that may differ between nodes."""
@@ -34,13 +36,6 @@ class _TrainFlags(NamedTuple):
     experiment: dict[str, Any]  # fields of the experiment, by dotted name
     where: dict[str, Any]  # fields of the environment
     workdir: str  # the run folder
-
-
-class _Shares(NamedTuple):
-    """The workers of this machine."""
-
-    nproc: int
-    variables: tuple[Mapping[str, str], ...]  # by which each worker gets its part of the GPUs
 
 
 class _Parser(argparse.ArgumentParser):
@@ -67,21 +62,19 @@ def _parser() -> _Parser:
     changing = "; with MIN:MAX node 0 is the one at --master_addr, and numbers the others"
     add("--node_rank", metavar="I", help=f"which of them this is, from 0 on (default 0){changing}")
     add("--master_addr", metavar="HOST", help="address of node 0 (default 127.0.0.1 with one machine)")
-    add("--master_port", metavar="PORT", help=f"port there (default {machines.PORT}; with one machine any free one)")
+    add("--master_port", metavar="PORT", help=f"port there (default {env_vars.PORT}; with one machine any free one)")
     add("--max_restarts", metavar="N", default="0", help="restarts of all workers after a failure (default 0)")
-    add(
-        "--start_timeout",
-        metavar="SECONDS",
-        default="120",
-        help="time to wait for the other machines (default 120)",
-    )
-    for name, text in (
-        ("join", f"at the start, time to wait for more nodes than MIN (default {machines.JOIN_S:g})"),
-        ("rejoin", "later, time to wait for MIN nodes when some are lost (default: as --start_timeout)"),
+    for name, default, text in (
+        ("start_timeout", "120", "time to wait for the other machines (default 120)"),
+        (
+            "join_timeout",
+            None,
+            f"with MIN:MAX, at first, time to wait for more nodes than MIN (default {JOIN_S:g})",
+        ),
+        ("rejoin_timeout", None, "with MIN:MAX, later, time to wait for MIN nodes (default: as --start_timeout)"),
+        ("scale_wait", None, f"with MIN:MAX, when a node joins, time to wait for others (default {SCALE_S:g})"),
     ):
-        add(f"--{name}_timeout", metavar="SECONDS", help=f"with MIN:MAX, {text}")
-    changing = f"with MIN:MAX, when a node joins a running job, time to wait for others (default {machines.SCALE_S:g})"
-    add("--scale_wait", metavar="SECONDS", help=changing)
+        add(f"--{name}", metavar="SECONDS", default=default, help=text)
     add("--log_dir", metavar="DIR", help="keep what each rank prints there (default WORKDIR/logs; none for a script)")
     add("--insecure", action="store_true", help="connect machines without TFDIST_SECRET: the network must be private")
     add("--version", action="version", version=f"tfdist {__version__}", help="print the version")
@@ -96,7 +89,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         end = own.index("--")
         own, rest = own[:end], own[end + 1 :]
     parser = _parser()
-    options, unknown = parser.parse_known_args([_underscored(a) for a in own])
+    for i, argument in enumerate(own):
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            own[i] = name[:2] + name[2:].replace("-", "_") + equals + value
+    options, unknown = parser.parse_known_args(own)
     if unknown:
         name = unknown[0].lstrip("-").partition("=")[0]
         if not unknown[0].startswith("-"):
@@ -113,11 +110,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, rest
 
 
-def _underscored(argument: str) -> str:
-    name, equals, value = argument.partition("=")
-    return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else argument
-
-
 def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping[str, str]) -> node_agent.LaunchPlan:
     """Checks everything that can be checked before a worker starts, or raises UserError."""
     max_restarts = machines.whole("--max_restarts", options.max_restarts, 0)
@@ -132,10 +124,17 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
     field_syntax.check_local("--log_dir", options.log_dir or "")
     own_program = bool(rest) and (not rest[0].startswith("-") or rest[0] == "-m")
     if own_program:
-        command = _program(rest)
+        if rest[0] == "-m" and len(rest) < 2:
+            raise UserError("-m names no module", "write -m package.module")
+        if rest[0] != "-m" and not os.path.isfile(rest[0]):
+            raise UserError(f"there is no script {rest[0]!r}: flags of tfdist.train begin with --, a script is a file")
+        command: tuple[str, ...] = (sys.executable, *rest)
         facts["the command"] = shlex.join(rest)
     else:
-        rest = _current_names(rest)
+        from tfdist.config.commands import command_line
+
+        rest = list(rest)
+        command_line.replace_former_names(rest)  # so that no worker warns of them again
         command = (sys.executable, "-m", "tfdist.train", *rest)
         train = _train_flags(rest)
         where, workdir = train.where, train.workdir
@@ -158,6 +157,9 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
         _check_elastic(train, nodes, nproc)
     if any(shares) and devices != "all" and not own_program:
         command += ("--devices=all",)  # of those that the launcher has selected
+    log_dir = os.path.expanduser(options.log_dir or "")
+    if workdir and not log_dir:  # on this machine: a bucket cannot append
+        log_dir = os.path.join(str(buckets.copy_of(workdir)) if buckets.is_url(workdir) else workdir, "logs")
     return node_agent.LaunchPlan(
         command=command,
         nproc=nproc,
@@ -167,15 +169,9 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
         shares=shares,
         facts=json.loads(json.dumps(facts, default=str)),  # as received by node 0
         workdir=held,
-        log_dir=os.path.expanduser(options.log_dir or "") or _logs(workdir),
+        log_dir=log_dir,
         secret=machines.secret(nodes, options.insecure, environ),
     )
-
-
-def _logs(workdir: str) -> str:
-    """Returns the folder of the workers' logs, on this machine: a bucket cannot append."""
-    here = str(buckets.copy_of(workdir)) if buckets.is_url(workdir) else workdir
-    return os.path.join(here, "logs") if here else ""
 
 
 def _check_elastic(train: _TrainFlags, nodes: machines.Nodes, nproc: int) -> None:
@@ -209,23 +205,6 @@ def _check_elastic(train: _TrainFlags, nodes: machines.Nodes, nproc: int) -> Non
         )
 
 
-def _program(rest: Sequence[str]) -> tuple[str, ...]:
-    if rest[0] == "-m" and len(rest) < 2:
-        raise UserError("-m names no module", "write -m package.module")
-    if rest[0] != "-m" and not os.path.isfile(rest[0]):
-        raise UserError(f"there is no script {rest[0]!r}: flags of tfdist.train begin with --, a script is a file")
-    return (sys.executable, *rest)
-
-
-def _current_names(rest: Sequence[str]) -> list[str]:
-    """Replaces deprecated names of fields, so that no worker warns of them again."""
-    from tfdist.config.commands import command_line
-
-    current = list(rest)
-    command_line.replace_former_names(current)
-    return current
-
-
 def _train_flags(rest: Sequence[str]) -> _TrainFlags:
     """Parses the flags of `tfdist.train`, so that a typo shows once and here."""
     import dataclasses
@@ -246,8 +225,8 @@ def _train_flags(rest: Sequence[str]) -> _TrainFlags:
     return _TrainFlags(config.flat(experiment), dataclasses.asdict(where), runtime_options.workdir(experiment, where))
 
 
-def _divide(nproc: str, devices: str, environ: Mapping[str, str]) -> _Shares:
-    """Divides the GPUs of this machine among its workers."""
+def _divide(nproc: str, devices: str, environ: Mapping[str, str]) -> tuple[int, tuple[Mapping[str, str], ...]]:
+    """Returns how many workers this machine has, and the variables by which each gets its part of the GPUs."""
     names: Sequence[str] = ()
     order: dict[str, str] = {}
     if devices != "none" and nproc != "1":
@@ -261,7 +240,7 @@ def _divide(nproc: str, devices: str, environ: Mapping[str, str]) -> _Shares:
             aside.info(survey.problem)
     count = max(1, len(names)) if nproc == "auto" else machines.whole("--nproc_per_node", nproc, 1)
     if count == 1 or not names:
-        return _Shares(count, ({},) * count)
+        return count, ({},) * count
     each = len(names) // count
     if each * count != len(names):
         raise UserError(
@@ -271,14 +250,14 @@ def _divide(nproc: str, devices: str, environ: Mapping[str, str]) -> _Shares:
             "or use the CPU with --devices=none",
         )
     parts = [",".join(names[i * each : (i + 1) * each]) for i in range(count)]
-    return _Shares(count, tuple({**order, "CUDA_VISIBLE_DEVICES": part} for part in parts))
+    return count, tuple({**order, "CUDA_VISIBLE_DEVICES": part} for part in parts)
 
 
 def dry_run(plan: node_agent.LaunchPlan, environ: Mapping[str, str]) -> str:
     """Returns each worker of this node as a line for a shell, under a comment."""
     port = plan.nodes.port
     if plan.nodes.max == 1:
-        with node_link.listen(plan.nodes.addr, plan.nodes.port) as listener:
+        with node_agent.listen(plan.nodes.addr, plan.nodes.port) as listener:
             port = listener.getsockname()[1]
     node = max(0, plan.nodes.rank)
     world, first = plan.nodes.max * plan.nproc, node * plan.nproc
@@ -295,21 +274,17 @@ def dry_run(plan: node_agent.LaunchPlan, environ: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _run(argv: Sequence[str]) -> int:
-    options, rest = parse(argv)
-    plan = make_plan(options, rest, os.environ)
-    if options.dry_run:
-        print(dry_run(plan, os.environ))
-        return 0
-    with Events() as events:
-        return coordinator.run(plan, events, Screen())
-
-
 def main() -> None:
     """Runs `python -m tfdist.launch`."""
     standard_streams.fill()
     try:
-        sys.exit(_run(sys.argv[1:]))
+        options, rest = parse(sys.argv[1:])
+        plan = make_plan(options, rest, os.environ)
+        if options.dry_run:
+            print(dry_run(plan, os.environ))
+            return
+        with Events() as events:
+            sys.exit(coordinator.run(plan, events, Screen()))
     except UserError as error:
         print(f"tfdist: error: {shown(error)}", file=sys.stderr)
         sys.exit(2)

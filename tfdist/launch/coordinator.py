@@ -12,27 +12,23 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TypeAlias
 
 from tfdist.checkpoints import bucket_folder
 from tfdist.cluster import wire
 from tfdist.cluster.registration import Arrival, Registrar, Reminder, drain, refuse
 from tfdist.errors import UserError
-from tfdist.launch import node_agent, node_link
+from tfdist.launch import node_agent
 from tfdist.launch.event_loop import Events, Screen
 from tfdist.launch.failure_policy import AttemptOutcome, NodeExit
-from tfdist.launch.node_link import NodeLink
+from tfdist.launch.node_agent import NodeLink
 
 EXIT_WAIT_S = 3.0  # time for the other launchers to receive the last message
 _RECORDED = 50  # most attempts that the chief records
 _POLL_S = 2.0  # longest wait for an event
 
 
-class NodeEvent(NamedTuple):
-    """An event on a node, for `AttemptOutcome.hear`."""
-
-    node: int
-    event: wire.Message
+NodeEvent: TypeAlias = tuple[int, wire.Message]  # a node and an event on it, for `AttemptOutcome.hear`
 
 
 class _Stopped(Exception):  # noqa: N818  an event and no error
@@ -47,7 +43,7 @@ def run(plan: node_agent.LaunchPlan, events: Events, screen: Screen) -> int:
     if plan.nodes.rank <= 0:
         try:
             coordinator = Coordinator(dataclasses.replace(plan, nodes=plan.nodes._replace(rank=0)), events, screen)
-        except node_link.AddressInUseError:
+        except node_agent.AddressInUseError:
             if plan.nodes.rank == 0:
                 raise
         else:
@@ -73,14 +69,14 @@ class Coordinator:
         self._taking_part: tuple[int, ...] = ()  # nodes of the attempt in progress
         self._trusted: set[int] = set()  # nodes that have ever taken part
         self._pending: list[NodeEvent] = []
-        self._heartbeats = node_link.Heartbeats()
+        self._heartbeats = node_agent.Heartbeats()
         self._launch = secrets.token_hex(8)
         self._attempts: list[list] = []  # number of nodes and workers, end, and its time, of each attempt so far
         self._grow_at = math.inf  # when waiting nodes join, whatever happens
         self._registrar: Registrar | None = None
         if plan.nodes.max > 1:
             self._registrar = Registrar(
-                node_link.listen(plan.nodes.addr, plan.nodes.port), plan.secret, "node", events.wake
+                node_agent.listen(plan.nodes.addr, plan.nodes.port), plan.secret, "node", events.wake
             )
 
     def run(self) -> int:
@@ -183,7 +179,7 @@ class Coordinator:
             self._numbered += 1
             member = member._replace(rank=self._numbered)
         before = self._links.get(member.rank)
-        silent = before is not None and time.monotonic() - before.heard >= node_link.SUPERSEDED_S
+        silent = before is not None and time.monotonic() - before.heard >= node_agent.SUPERSEDED_S
         size = math.inf if self._nodes.elastic else self._nodes.max
         problem = member.conflict(self._own, before.member if before and not silent else None, size)
         if problem:
@@ -200,7 +196,7 @@ class Coordinator:
         except wire.WireError:
             arrival.connection.close()
             return
-        link = NodeLink(arrival.connection, member, self._events, node_link.EVENTS)
+        link = NodeLink(arrival.connection, member, self._events, node_agent.EVENTS)
         self._links[member.rank] = link
         self._heartbeats.set(tuple(self._links.values()))
         self._joined[member.rank] = time.monotonic()
@@ -216,7 +212,7 @@ class Coordinator:
     def _drop(self, link: NodeLink) -> None:
         """Removes a node that is lost."""
         self._remove(link.member.rank)
-        self._pending.append(NodeEvent(link.member.rank, {"event": "lost", "line": f"{link} is lost: {link.lost}"}))
+        self._pending.append((link.member.rank, {"event": "lost", "line": f"{link} is lost: {link.lost}"}))
 
     def _dismiss(self, node: int, node_exit: NodeExit) -> None:
         """Ends the launcher of a node that leaves the job."""
@@ -229,9 +225,9 @@ class Coordinator:
     def _poll(self, until: float, gathering: bool = False) -> list[NodeEvent]:
         """Waits until something happens, or `until`; returns what it was, with the node."""
         self._events.wait(min(until - time.monotonic(), self._agent.timeout(), _POLL_S))
-        self._pending += [NodeEvent(0, event) for event in self._agent.events()]
+        self._pending += [(0, event) for event in self._agent.events()]
         for link in list(self._links.values()):
-            self._pending += [NodeEvent(link.member.rank, event) for event in link.take()]
+            self._pending += [(link.member.rank, event) for event in link.take()]
             if link.lost:
                 self._drop(link)
         for link in list(self._dismissed):
@@ -293,7 +289,7 @@ class Coordinator:
         """Orders the nodes to start their workers."""
         plan = self._plan
         # One machine: the port is for the workers. Several: the launchers have it, and each attempt uses another.
-        listener = node_link.listen(plan.nodes.addr, 0 if self._registrar else plan.nodes.port)
+        listener = node_agent.listen(plan.nodes.addr, 0 if self._registrar else plan.nodes.port)
         salt = secrets.token_hex(16)
         members = [0, *sorted(self._links)][: plan.nodes.max]
         counts = [self._links[n].member.nproc if n else plan.nproc for n in members]
@@ -322,7 +318,7 @@ class Coordinator:
         """Looks for nodes that are about to be lost, and for those that wait to join."""
         now = time.monotonic()
         links = [self._links[n] for n in self._taking_part if n in self._links]
-        outcome.suspect([link.member.rank for link in links if now - link.heard > node_link.SUPERSEDED_S], now)
+        outcome.suspect([link.member.rank for link in links if now - link.heard > node_agent.SUPERSEDED_S], now)
         self._grow_at = math.inf
         room = self._nodes.max - len(self._taking_part)
         if outcome.settled or not self._joined or room <= 0:

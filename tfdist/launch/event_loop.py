@@ -97,21 +97,15 @@ class Screen:
         """Writes bytes to standard output or error."""
         try:
             stream.flush()
-            _write_all(stream.fileno(), data)
+            # `sys.stdout.buffer.write` would not write all of it: with PYTHONUNBUFFERED it is one write(2), which a
+            # signal (a worker that ends is one) cuts short, and a terminal that another program has made non-blocking
+            # takes only what has room.
+            left = memoryview(data)
+            while left:
+                try:
+                    left = left[os.write(stream.fileno(), left) :]
+                except BlockingIOError:
+                    select.select((), (stream.fileno(),), ())
         except OSError:  # `| head`, or a terminal that was closed: the logs remain
             with open(os.devnull, "wb") as nothing:
                 os.dup2(nothing.fileno(), stream.fileno())
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    """Writes all of it, whatever mode the file is in.
-
-    `sys.stdout.buffer.write` does not: with PYTHONUNBUFFERED it is one write(2), which a signal (a worker that ends
-    is one) cuts short, and a terminal that another program has made non-blocking takes only what has room.
-    """
-    left = memoryview(data)
-    while left:
-        try:
-            left = left[os.write(fd, left) :]
-        except BlockingIOError:
-            select.select((), (fd,), ())

@@ -8,11 +8,10 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tfdist.cluster import discovery, platforms
+from tfdist.cluster import discovery, env_vars
 from tfdist.cluster.addresses import is_loopback
 from tfdist.errors import UserError
 
-PORT = platforms.PORT  # default of --master_port
 JOIN_S, SCALE_S = 30.0, 10.0  # default of --join_timeout and of --scale_wait
 _MOST = 100_000
 _ELASTIC = ("join_timeout", "rejoin_timeout", "scale_wait")  # flags of elastic jobs
@@ -51,7 +50,7 @@ def find(options: argparse.Namespace, environ: Mapping[str, str], start_timeout:
     for name in _ELASTIC:
         if getattr(options, name) is not None:
             raise UserError(f"--{name} is for --nnodes=MIN:MAX, where nodes may join and leave", "leave it out")
-    platform = platforms.node(environ)
+    platform = env_vars.platform_node(environ)
     if platform and options.nnodes not in (None, str(platform.nnodes)):
         platform = None  # the nodes are arranged by hand
     index = environ.get("JOB_COMPLETION_INDEX", "").strip()
@@ -61,7 +60,7 @@ def find(options: argparse.Namespace, environ: Mapping[str, str], start_timeout:
             "each would train alone: give --nnodes and --master_addr (a TrainJob",
             "set spec.trainer), or --nnodes=1 for pods that are independent",
         )
-    default = platform or platforms.PlatformNode("", 1, 0)
+    default = platform or env_vars.PlatformNode("", 1, 0)
     nnodes = whole("--nnodes", default.nnodes if options.nnodes is None else options.nnodes, 1)
     # A pod of an indexed Job of Kubernetes knows its number, and nothing else.
     if nnodes == 1 or platform:
@@ -73,17 +72,17 @@ def find(options: argparse.Namespace, environ: Mapping[str, str], start_timeout:
     addr = options.master_addr or default.addr
     if nnodes > 1 and not addr:
         raise UserError(f"--nnodes={nnodes} needs --master_addr: the address of node 0 in the network of the nodes")
-    port = whole("--master_port", options.master_port or default.port or (PORT if nnodes > 1 else 0), 0, 65535)
-    if nnodes > 1:
-        _check_port(port)
+    port = _port(options.master_port or default.port or (env_vars.PORT if nnodes > 1 else 0), nnodes)
     return Nodes(nnodes, nnodes, False, node, addr or "127.0.0.1", port, str(default.gpus or 1), Waits())
 
 
-def _check_port(port: int) -> None:
-    if port == 0:
+def _port(text: str | int, nnodes: int) -> int:
+    port = whole("--master_port", text, 0, 65535)
+    if port == 0 and nnodes > 1:
         raise UserError(
             "--master_port=0 means any free port, which other nodes cannot know", "give the same on all nodes"
         )
+    return port
 
 
 def _elastic(options: argparse.Namespace, environ: Mapping[str, str], start_timeout: float) -> Nodes:
@@ -98,8 +97,7 @@ def _elastic(options: argparse.Namespace, environ: Mapping[str, str], start_time
         )
     if not options.master_addr:
         raise UserError(f"--nnodes={text} needs --master_addr: the address of node 0 in the network of the nodes")
-    port = whole("--master_port", options.master_port or PORT, 0, 65535)
-    _check_port(port)
+    port = _port(options.master_port or env_vars.PORT, most)
     # A pod of an indexed Job of Kubernetes knows its number. Node 0 numbers the others.
     index = environ.get("JOB_COMPLETION_INDEX", "").strip() if options.node_rank is None else options.node_rank
     node = -1 if options.node_rank is None and not index else min(whole("--node_rank", index, 0), 1)
@@ -135,7 +133,7 @@ def _fixed_by(environ: Mapping[str, str]) -> str:
     """Returns the variable that sets a fixed number of nodes, or an empty text."""
     if environ.get("TF_CONFIG", "").strip():
         return "TF_CONFIG"
-    platform = platforms.node(environ)
+    platform = env_vars.platform_node(environ)
     if platform and platform.nnodes > 1:
         return platform.source
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "").strip()

@@ -1,29 +1,219 @@
-"""Runs the workers of one node as node 0 orders. No TensorFlow.
+"""Runs the workers of one node as node 0 orders, over a link between their launchers. No TensorFlow.
 
-Node 0's launcher decides (see `coordinator`), also for itself: a single machine is a node 0 alone.
+Node 0 decides (see `coordinator`), also for itself: a single machine is a node 0 alone. Links carry events to node 0,
+orders from it, and heartbeats both ways; registration is that of `cluster.registration`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import math
 import os
 import pathlib
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.cluster import env_vars, wire
+from tfdist.cluster import env_vars, registration, schema, wire
+from tfdist.cluster.heartbeat import BEAT_S, SILENT_S
 from tfdist.cluster.registration import Member
+from tfdist.cluster.schema import whole
 from tfdist.config import messages
 from tfdist.errors import UserError
-from tfdist.launch import node_link
 from tfdist.launch.event_loop import Events, Screen, Signalled
 from tfdist.launch.machines import Nodes
 from tfdist.launch.worker_process import Start, WorkerGroup
+
+SUPERSEDED_S = 5.0  # after this silence, a launcher that registers with the same node rank is the old one started again
+_HANGUPS = 3  # handshakes in a row that end early: by then it is no accident
+
+_LINE, _HOST = schema.line(4000), schema.line(253)
+_LINES = schema.each(_LINE, most=100)
+_BEAT = schema.record(beat=whole())
+_EXIT = schema.record(
+    rank=whole(),
+    pid=whole(),
+    host=_HOST,
+    code=whole(-255, 255),
+    lost=schema.flag,
+    lines=_LINES,
+    culprit=whole(-1),
+    complaint=_LINE,
+    error=_LINE,
+)
+EVENTS = schema.named(
+    beat=_BEAT,
+    event=schema.tagged(
+        "event",
+        {
+            "exit": {"exit": _EXIT},
+            "ended": {},
+            "cannot": {"line": _LINE},
+            "signal": {"name": schema.one_of("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")},
+        },
+    ),
+)
+"""Messages to node 0."""
+_ROUND = schema.record(
+    attempt=whole(),
+    node=whole(),
+    world=whole(1),
+    first=whole(),
+    port=whole(1, 65535),
+    salt=schema.line(64),
+)
+ORDERS = schema.named(
+    beat=_BEAT,
+    order=schema.tagged(
+        "order",
+        {
+            "round": {"round": _ROUND},
+            "say": {"line": _LINE, "error": schema.flag},
+            "end": {"text": _LINE, "lines": _LINES},
+            "stop": {},
+            "kill": {},
+            "over": {"code": whole(0, 255), "line": _LINE},
+        },
+    ),
+)
+"""Messages from node 0."""
+
+
+class NodeLink:
+    """The connection to another launcher that has registered, with the reader `EVENTS` or `ORDERS`."""
+
+    def __init__(self, connection: wire.Connection, member: Member, events: Events, reader: schema.Reader):
+        self.member = member
+        self.lost = ""  # why the link is lost, once it is
+        self._connection, self._events = connection, events
+        self._messages: list[wire.Message] = []
+        connection.reader, connection.heard = reader, time.monotonic()
+        events.watch(connection.fileno(), self._read)
+        self._read()  # what arrived with the registration
+
+    def __str__(self) -> str:
+        return f"node {self.member.rank} ({self.member.host})"
+
+    @property
+    def heard(self) -> float:
+        """When something last arrived."""
+        return self._connection.heard
+
+    def send(self, message: wire.Message) -> None:
+        """Sends a message, if the other side is still connected."""
+        self._connection.tell(message)
+
+    def take(self) -> list[wire.Message]:
+        """Returns the messages received since the last call, without heartbeats; call it after `Events.wait`."""
+        silence = time.monotonic() - self.heard
+        if silence > SILENT_S:
+            self.close(f"silent for {silence:.0f} s")
+        messages, self._messages = self._messages, []
+        return messages
+
+    def close(self, why: str) -> None:
+        """Closes the connection, for the reason given."""
+        if not self.lost:
+            self.lost = why
+            self._events.forget(self._connection.fileno())
+            self._connection.close()
+
+    def _read(self) -> None:
+        self._messages += [message for message in self._connection.read() if "beat" not in message]
+        if self._connection.lost:
+            self.close(str(self._connection.lost))
+
+
+class Heartbeats:
+    """Sends heartbeats to other launchers, also while this one writes to a slow terminal."""
+
+    def __init__(self):
+        self._links: tuple[NodeLink, ...] = ()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+
+    def set(self, links: tuple[NodeLink, ...]) -> None:
+        """Sets the links that heartbeats are sent to from now on."""
+        self._links = links
+        if links and not self._thread.is_alive():
+            self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            for link in self._links:
+                if not link.lost:
+                    link.send({"beat": 1})
+
+
+class AddressInUseError(UserError):
+    """The port is taken, or the address belongs to another machine: node 0 may be there."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listens at --master_addr, or raises UserError."""
+    try:
+        return wire.listen(host, port)
+    except socket.gaierror as error:
+        raise UserError(
+            f"--master_addr={host} is not known ({error.strerror})", "give a name or address of node 0"
+        ) from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            taken = f"--master_port={port} is taken on {host}"
+            raise AddressInUseError(taken, "choose another, the same on all nodes") from None
+        kind = AddressInUseError if error.errno == errno.EADDRNOTAVAIL else UserError
+        raise kind(
+            f"--master_addr={host} is no address of this machine ({(error.strerror or '').lower()})",
+            "give that of node 0, and a --node_rank of their own to the other nodes",
+        ) from None
+
+
+def join(host: str, port: int, secret: str, own: Member, timeout: float, events: Events, screen: Screen) -> NodeLink:
+    """Registers with node 0, which may start later.
+
+    Raises:
+      UserError: it cannot be reached within `timeout` seconds, or refuses this node.
+      Signalled: a signal came.
+    """
+    node0, deadline = f"node 0 at {host}:{port}", time.monotonic() + timeout
+    remind = registration.Reminder(screen.say, deadline)
+
+    def attempt(limit: float) -> NodeLink:
+        connection = wire.connect(host, port, secret, limit)
+        try:
+            connection.send(own._asdict())
+            answer = registration.ANSWER_TO_NODE(connection.receive(2 * wire.HANDSHAKE_S))
+            if "refused" in answer:
+                raise UserError(answer["refused"], answer["fix"])
+        except BaseException:
+            connection.close()
+            raise
+        return NodeLink(connection, Member("node", 0, {}, answer["welcome"], 0), events, ORDERS)
+
+    with events.interruptible():
+        try:
+            return registration.reach(attempt, deadline, lambda error, now: remind(f"{node0} ({error})", now), _HANGUPS)
+        except registration.NotReachedError as error:
+            raise UserError(
+                f"timed out after {timeout:g} s waiting for {node0} ({error})",
+                "start it there with --node_rank=0, correct --master_addr and --master_port, open that port, or raise "
+                "--start_timeout",
+            ) from None
+        except wire.WireError as error:
+            raise UserError(
+                f"handshake with {node0} failed ({error})",
+                "set the same TFDIST_SECRET on all nodes or on none, and --master_port to that of node 0's launcher",
+            ) from None
+
 
 END_S = 30.0  # after this time, a worker that cannot even be killed is left to the system
 _POLL_S = 2.0  # longest wait for an event
@@ -186,13 +376,13 @@ def follow(plan: LaunchPlan, events: Events, screen: Screen) -> int:
     Raises:
       UserError: node 0 cannot be reached or refuses this node.
     """
-    agent, heartbeats = NodeAgent(plan, events, screen), node_link.Heartbeats()
+    agent, heartbeats = NodeAgent(plan, events, screen), Heartbeats()
     try:
         # A node of an elastic job comes back as often as it is cut off.
         for attempt in itertools.count() if plan.nodes.elastic else range(plan.max_restarts + 1):
             wait = plan.nodes.waits.rejoin if plan.nodes.elastic and attempt else plan.start_timeout
             try:
-                link = node_link.join(plan.nodes.addr, plan.nodes.port, plan.secret, member(plan), wait, events, screen)
+                link = join(plan.nodes.addr, plan.nodes.port, plan.secret, member(plan), wait, events, screen)
             except UserError as error:
                 if attempt == 0:
                     raise
@@ -212,7 +402,7 @@ def follow(plan: LaunchPlan, events: Events, screen: Screen) -> int:
     return 1
 
 
-def _serve(agent: NodeAgent, link: node_link.NodeLink, events: Events, screen: Screen) -> int | None:
+def _serve(agent: NodeAgent, link: NodeLink, events: Events, screen: Screen) -> int | None:
     """Obeys node 0 to the end; returns the exit code, or None when node 0 was lost."""
     while not link.lost:
         events.wait(min(_POLL_S, agent.timeout()))

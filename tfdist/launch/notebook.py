@@ -59,7 +59,7 @@ def launch(function: Callable[..., T], *args: Any, nproc: int = 2, show: bool = 
         folder = pathlib.Path(name)
         (folder / WORK).write_bytes(work)
         code = _run(folder, nproc, show)
-        errors = [path for rank in range(nproc) if (path := _of(folder, ERROR, rank)).exists()]
+        errors = [path for rank in range(nproc) if (path := folder / ERROR.format(rank=rank)).exists()]
         if errors:
             first = min(errors, key=lambda path: path.stat().st_mtime_ns)  # others may have failed since it did
             raise TrainingError(f"{_name(function)} has failed on rank {first.stem}: {first.read_text()}")
@@ -70,7 +70,7 @@ def launch(function: Callable[..., T], *args: Any, nproc: int = 2, show: bool = 
 
 def _result(function: str, folder: pathlib.Path, rank: int) -> Any:
     try:
-        return pickle.loads(_of(folder, RESULT, rank).read_bytes())
+        return pickle.loads((folder / RESULT.format(rank=rank)).read_bytes())
     except FileNotFoundError:
         raise TrainingError(
             f"{function} has ended rank {rank} without returning: leave out sys.exit and os._exit"
@@ -83,10 +83,6 @@ def _result(function: str, folder: pathlib.Path, rank: int) -> Any:
 
 def _name(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
-
-
-def _of(folder: pathlib.Path, pattern: str, rank: int) -> pathlib.Path:
-    return folder / pattern.format(rank=rank)
 
 
 def _run(folder: pathlib.Path, nproc: int, show: bool) -> int:
@@ -140,7 +136,7 @@ def _work(folder: pathlib.Path, rank: int) -> int:
         content = cloudpickle.dumps(result)
     except Exception as error:  # whatever its objects raise
         return _failed(folder, rank, f"what it returned cannot be sent back ({_text(error)}): return numbers")
-    _of(folder, RESULT, rank).write_bytes(content)
+    (folder / RESULT.format(rank=rank)).write_bytes(content)
     return 0
 
 
@@ -152,7 +148,7 @@ def _text(error: Exception) -> str:
 
 
 def _failed(folder: pathlib.Path, rank: int, line: str) -> int:
-    _of(folder, ERROR, rank).write_text(printable(line, 1000), errors="backslashreplace")
+    (folder / ERROR.format(rank=rank)).write_text(printable(line, 1000), errors="backslashreplace")
     return 1
 
 

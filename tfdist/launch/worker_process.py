@@ -70,14 +70,8 @@ class Exit:
         if self.code >= 0:
             return f"{who} ended with exit code {self.code}"
         hint = ", perhaps by the system for lack of memory" if self.code == -signal.SIGKILL else ""
-        return f"{who} was killed by {_signal_name(-self.code)}{hint}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # real-time signals have numbers only
-        return f"signal {number}"
+        names = {number.value: number.name for number in signal.Signals}  # real-time signals have numbers only
+        return f"{who} was killed by {names.get(-self.code, f'signal {-self.code}')}{hint}"
 
 
 class Worker:
