@@ -121,20 +121,23 @@ def _agreed(environ: Mapping[str, str]) -> Cluster:
     open_mpi, slurm, pmi = _mpi(environ, OPEN_MPI), _slurm(environ), _mpi(environ, PMI)
     # mpirun lets srun start its daemons, one on each node, and workers inherit the daemons' variables, but not
     # those on mpirun's own node: even a Slurm step that seems to agree would give them different masters.
-    if slurm and slurm.local_size == 1 and (open_mpi or (pmi and _place(pmi) != _place(slurm))):
+    if slurm and slurm.local_size == 1 and (open_mpi or (pmi and (pmi.rank, pmi.size) != (slurm.rank, slurm.size))):
         slurm = None
     horovodrun = _counted(environ, HOROVODRUN) if _has(environ, HOROVODRUN) else None
     sources = [c for c in (by_config, by_hand, horovodrun, open_mpi, slurm, pmi) if c]
     # A node's number is no worker's number where something starts workers on the nodes.
     if all(c.source in (TF_CONFIG, TORCHRUN) and c.local_size == 1 for c in sources):
-        sources += filter(None, [_platform(environ)])
+        node = env_vars.platform_node(environ)
+        if node:
+            master = env_vars.master(environ, node.addr, node.port)
+            sources.append(Cluster(node.source, node.node_rank, node.nnodes, master=master))
     # `srun -n1`, `mpirun -np 1` and a single node do not mean that a process is alone.
     sources = [c for c in sources if c.size > 1 or c.source in (TF_CONFIG, TORCHRUN, HOROVODRUN)] or sources
     if not sources:
         return ALONE
     chosen, *others = sources
     for other in others:
-        if _place(other) != _place(chosen):
+        if (other.rank, other.size) != (chosen.rank, chosen.size):
             raise UserError(
                 f"this process is rank {chosen.rank} of {chosen.size} by {chosen.source} "
                 f"and rank {other.rank} of {other.size} by {other.source}",
@@ -144,10 +147,6 @@ def _agreed(environ: Mapping[str, str]) -> Cluster:
         knows = max(sources, key=lambda c: c.local_size)
         chosen = dataclasses.replace(chosen, local_rank=knows.local_rank, local_size=knows.local_size)
     return chosen
-
-
-def _place(cluster: Cluster) -> tuple[int, int]:
-    return cluster.rank, cluster.size
 
 
 def _torchrun(environ: Mapping[str, str]) -> Cluster | None:
@@ -228,14 +227,6 @@ def _tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def _platform(environ: Mapping[str, str]) -> Cluster | None:
-    """Reads the rank of a process that the platform starts: one worker on each node."""
-    node = env_vars.platform_node(environ)
-    if node is None:
-        return None
-    return Cluster(node.source, node.node_rank, node.nnodes, master=env_vars.master(environ, node.addr, node.port))
-
-
 def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
     """Reads TF_CONFIG, where the chief has rank 0 and the workers follow; None without a cluster in it."""
     if "TF_CONFIG" not in environ:
@@ -258,10 +249,11 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
         )
         raise UserError(f"TF_CONFIG's cluster has {job!r}, which tfdist does not support ({why})", "remove it")
     if sparse:
-        whole = None if "sparseCluster" in config else _complete_list(jobs.get("worker", {}))
-        if whole is None:
+        # A complete map from index to address is a list. A map of one may be one of many.
+        tasks, indices = jobs.get("worker", {}), [str(i) for i in range(len(jobs.get("worker", {})))]
+        if "sparseCluster" in config or len(tasks) < 2 or tasks.keys() != set(indices):
             return _dynamic_tf_job(environ, kind, index)
-        jobs["worker"] = whole
+        jobs["worker"] = [tasks[i] for i in indices]
     for job, tasks in jobs.items():
         if not isinstance(tasks, list):
             raise UserError(f"TF_CONFIG's {job} is {json.dumps(tasks)}, which is no list of addresses", "correct it")
@@ -298,12 +290,6 @@ def _task(config: dict[str, object]) -> tuple[str, int]:
             'write "task": {"type": "worker", "index": 0}, with this worker\'s own type and index',
         )
     return kind, int(str(index))
-
-
-def _complete_list(tasks: dict[str, str]) -> list[str] | None:
-    """Returns the addresses of a complete map from index to address. A map of one may be one of many."""
-    indices = [str(i) for i in range(len(tasks))]
-    return [tasks[i] for i in indices] if len(tasks) > 1 and tasks.keys() == set(indices) else None
 
 
 def _dynamic_tf_job(environ: Mapping[str, str], kind: str, index: int) -> Cluster:

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from tfdist import __version__
 from tfdist.cluster import exit_record, schema, wire
@@ -265,13 +265,8 @@ def meet(
     return Peers(cluster.rank, hosts, addresses, connections, held, start_timeout, stall_timeout)
 
 
-class _Places(NamedTuple):
-    """All workers by rank, and this one's connections."""
-
-    connections: dict[int, wire.Connection]
-    hosts: tuple[str, ...]
-    addresses: tuple[str, ...]
-    held: tuple[socket.socket, ...] = ()  # sockets that reserve ports for TensorFlow
+_Places: TypeAlias = tuple[dict[int, wire.Connection], tuple[str, ...], tuple[str, ...], tuple[socket.socket, ...]]
+"""This worker's connections, all workers' hosts and addresses, and sockets that reserve ports for TensorFlow."""
 
 
 class _Registration:
@@ -316,6 +311,13 @@ class _Chief(_Registration):
         listener = socket.socket(fileno=fd) if fd is not None else _listen(cluster.master, 0)
         host = listener.getsockname()[0]
         registrar = Registrar(listener, cluster.secret, "worker")
+
+        def refuse_latecomers() -> None:
+            while True:
+                connection, member = registrar.arrivals.get()
+                has_begun = f"the run has begun with {cluster.size} workers, worker {member.rank} is one of them"
+                refuse(connection, UserError(has_begun, "give this one another port or index"))
+
         while len(self._present) < cluster.size - 1:
             self._wait_for_one(registrar)
             for rank, arrival in list(self._present.items()):  # whatever started them may send them back
@@ -334,11 +336,11 @@ class _Chief(_Registration):
             reserved, address = _reserve(host)
             held, addresses = (reserved,), (address, *(arrival.member.address for arrival in present.values()))
             # Whoever comes later is told so, instead of being taken for a worker of TensorFlow.
-            threading.Thread(target=self._refuse_latecomers, args=[registrar], daemon=True).start()
+            threading.Thread(target=refuse_latecomers, daemon=True).start()
         hosts = (self._own.host, *(arrival.member.host for arrival in present.values()))
         for arrival in present.values():  # `Peers` notices who has gone
             arrival.connection.tell({"welcome": {"addresses": list(addresses), "hosts": list(hosts)}})
-        return _Places({rank: arrival.connection for rank, arrival in present.items()}, hosts, tuple(addresses), held)
+        return {rank: arrival.connection for rank, arrival in present.items()}, hosts, tuple(addresses), held
 
     def _wait_for_one(self, registrar: Registrar) -> None:
         """Registers one arrival, or gives up on those missing."""
@@ -391,12 +393,6 @@ class _Chief(_Registration):
             arrival.connection.tell({"refused": problem.what, "fix": problem.fix})
         raise problem
 
-    def _refuse_latecomers(self, registrar: Registrar) -> None:
-        while True:
-            connection, member = registrar.arrivals.get()
-            has_begun = f"the run has begun with {self._cluster.size} workers, worker {member.rank} is one of them"
-            refuse(connection, UserError(has_begun, "give this one another port or index"))
-
 
 class _JoiningWorker(_Registration):
     """A worker that registers with the chief."""
@@ -435,7 +431,7 @@ class _JoiningWorker(_Registration):
         if cluster.addresses:
             acceptor.close()
         welcome = answer["welcome"]
-        return _Places({0: connection}, tuple(welcome["hosts"]), tuple(welcome["addresses"]), held)
+        return {0: connection}, tuple(welcome["hosts"]), tuple(welcome["addresses"]), held
 
     def _reach_chief(self) -> wire.Connection:
         host, port = split(self._cluster.master)
@@ -454,8 +450,7 @@ class _JoiningWorker(_Registration):
             ) from None
         except wire.WireError as error:
             raise UserError(
-                f"handshake with {chief} failed ({error})",
-                "another program or job has this port, choose a free one",
+                f"handshake with {chief} failed ({error})", "another program or job has this port, choose a free one"
             ) from None
 
 

@@ -73,7 +73,12 @@ def create(placement: Placement, facts: Mapping[str, str] | None = None) -> Dist
         compiles = where.jit == "on" or (where.jit == "auto" and bool(placement.selection.gpus)) or name == "tpu"
         tf_devices.check_starts(compiles, os.environ)
     kernels = cpu_kernels.in_use() if late else cpu_kernels.wanted()
-    facts = {"replicas per worker": str(placement.choice.replicas), **_versions(name), **(facts or {})}
+    versions = {"Python": platform.python_version()}
+    for package in ("tfdist", "tensorflow", "keras", *(["horovod"] if name == "horovod" else [])):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    versions = {f"the version of {package}": version for package, version in versions.items()}
+    facts = {"replicas per worker": str(placement.choice.replicas), **versions, **(facts or {})}
     if not placement.selection.gpus:
         facts["the CPU kernels (--cpu_kernels)"] = kernels
     met_before = workers if name == "multi_worker" else discovery.ALONE
@@ -131,21 +136,21 @@ def _start(placement: Placement, facts: Mapping[str, str], peers: Peers) -> Dist
     devices = tf_devices.prepare(where, placement.survey, placement.selection, placement.cluster.local_size)
     _quiet_tensorflow()
     # XLA loses on the CPU: forward and backward at 0.5 to 1.0 of the plain loop (benchmarks/README.md).
-    jit = "off" if where.jit == "auto" and devices.kind == "CPU" else where.jit
+    jit = "off" if where.jit == "auto" and devices[0].startswith("CPU") else where.jit
     reason = placement.choice.reason
     match placement.choice.name:
         case "default":
-            return default(reason, devices.names[0], jit)
+            return default(reason, devices[0], jit)
         case "mirrored":
-            return mirrored(devices.names, reason, jit)
+            return mirrored(devices, reason, jit)
         case "multi_worker":
-            return multi_worker.create(devices.names, reason, peers, jit, where.communication, where.bucket_bytes)
+            return multi_worker.create(devices, reason, peers, jit, where.communication, where.bucket_bytes)
         case "tpu":
             return _tpu(placement, devices, jit, refused)
         case _:
-            started = horovod.start(where.start_timeout)
-            peers = registration.meet(horovod.cluster(started), facts, where.start_timeout, where.stall_timeout)
-            return horovod.create(started.module, devices.names[0], reason, peers, jit)
+            hvd, hosts = horovod.start(where.start_timeout)
+            peers = registration.meet(horovod.cluster(hvd, hosts), facts, where.start_timeout, where.stall_timeout)
+            return horovod.create(hvd, devices[0], reason, peers, jit)
 
 
 def _tried(placement: Placement) -> UserError | None:
@@ -168,7 +173,7 @@ def _tried(placement: Placement) -> UserError | None:
     return None
 
 
-def _tpu(placement: Placement, devices: tf_devices.Devices, jit: str, refused: UserError | None) -> Distribution:
+def _tpu(placement: Placement, names: tuple[str, ...], jit: str, refused: UserError | None) -> Distribution:
     """Starts a TPU, unless it is known to be `refused`; under `auto`, what there is besides where it does not start."""
     where = placement.options
     sign = where.tpu != "local" or tpu_host.hint(os.environ)
@@ -181,20 +186,9 @@ def _tpu(placement: Placement, devices: tf_devices.Devices, jit: str, refused: U
         if where.strategy != "auto" or where.tpu != "local":
             raise
         logger.info(f"WARNING: {error}")
-        names = devices.names
-        here = f"{len(names)} {devices.kind}{'s' * (len(names) > 1)} here"
+        here = f"{len(names)} {names[0].partition(':')[0]}{'s' * (len(names) > 1)} here"
         reason = f"{here}; not tpu, though {placement.choice.reason}: it has not started"
         return mirrored(names, reason, jit) if len(names) > 1 else default(reason, names[0], jit)
-
-
-def _versions(strategy: str) -> dict[str, str]:
-    """Returns the versions of what must compute the same on all workers."""
-    names = ["tfdist", "tensorflow", "keras", *(["horovod"] if strategy == "horovod" else [])]
-    versions = {"Python": platform.python_version()}
-    for name in names:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return {f"the version of {name}": version for name, version in versions.items()}
 
 
 _CONNECTED: dict[tuple[PlacementOptions, str, discovery.Cluster], Distribution] = {}

@@ -147,15 +147,12 @@ def least_used(gpus: tuple[DriverGPU, ...], count: int) -> tuple[DriverGPU, ...]
 
     records = [record(g) for g in gpus]
     fit = GPUtil.getAvailability(records, maxLoad=1.01, maxMemory=1.01, includeNan=False)
+    last = lambda value: math.inf if math.isnan(value) else value
     order = sorted(
         range(len(gpus)),
-        key=lambda i: (not fit[i], _last(records[i].memoryUtil), _last(records[i].load), gpus[i].number),
+        key=lambda i: (not fit[i], last(records[i].memoryUtil), last(records[i].load), gpus[i].number),
     )
     return tuple(sorted((gpus[i] for i in order[:count]), key=lambda g: g.number))
-
-
-def _last(value: float) -> float:
-    return math.inf if math.isnan(value) else value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -224,11 +221,7 @@ def _inherited(gpus: tuple[DriverGPU, ...], visible: str | None, order: str | No
                 f"CUDA_VISIBLE_DEVICES={visible} counts unlike GPUs fastest first, not as the driver does",
                 "set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name them by UUID",
             )
-        match = [
-            g
-            for g in gpus
-            if (entry.isdigit() and g.number == int(entry)) or (not entry.isdigit() and g.uuid.startswith(entry))
-        ]
+        match = [g for g in gpus if (g.number == int(entry) if entry.isdigit() else g.uuid.startswith(entry))]
         if len(match) != 1:
             break
         left.append(match[0])

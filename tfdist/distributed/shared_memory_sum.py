@@ -131,13 +131,8 @@ class SharedMemorySum:
         return room[begin : begin + size].view(dtype).reshape(shape)
 
 
-def _free() -> int:
-    """Returns what `sys.getrefcount` says in `SharedMemorySum._result` of a room that nobody else holds."""
-    rooms = [np.empty(1)]
-    return next(sys.getrefcount(room) for room in rooms)
-
-
-_FREE = _free()
+_ROOMS = [np.empty(1)]
+_FREE = next(sys.getrefcount(room) for room in _ROOMS)  # as in `_result`, of a room that nobody else holds
 
 
 def _bytes(workers: int) -> int:

@@ -31,8 +31,13 @@ def choose(
     name, reason = options.strategy, "asked for by --strategy"
     if name == "auto":
         name, reason = _automatic(devices, what, options, cluster, environ)
-    if name == "tpu":
-        _check_tpu(options, cluster)
+    if name == "tpu" and cluster.size > 1:
+        raise UserError(
+            f"--strategy=tpu drives all cores from one process and there are {cluster.size} workers ({cluster.source})",
+            "start one process",
+        )
+    if name == "tpu" and (problem := tpu_host.problem()):
+        raise UserError(f"--strategy=tpu cannot run here: {problem}")
     if name in ("default", "mirrored") and cluster.size > 1:
         raise UserError(
             f"--strategy={name} trains in one process and there are {cluster.size} workers ({cluster.source})",
@@ -75,17 +80,6 @@ def _automatic(
             return "tpu", f"{hint} says that there is a TPU"
         without = f"; not tpu, though {hint} says that there is one: {problem}" if hint else ""
     return ("mirrored" if devices > 1 else "default"), f"{what} here{without}"
-
-
-def _check_tpu(options: PlacementOptions, cluster: Cluster) -> None:
-    if cluster.size > 1:
-        raise UserError(
-            f"--strategy=tpu drives all cores from one process and there are {cluster.size} workers ({cluster.source})",
-            "start one process",
-        )
-    problem = tpu_host.problem()
-    if problem:
-        raise UserError(f"--strategy=tpu cannot run here: {problem}")
 
 
 def check_visible(selection: Selection, seen: int, options: PlacementOptions, said: str) -> None:

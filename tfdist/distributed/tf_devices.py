@@ -6,7 +6,6 @@ There it is tried in a child first, `python -m tfdist.distributed.tf_devices on|
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import re
@@ -14,7 +13,7 @@ import resource
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tfdist.cluster import standard_error
 from tfdist.config.runtime_options import PlacementOptions
@@ -34,20 +33,12 @@ _A_RUN = 1_500_000_000
 """Address space of a small run besides TensorFlow itself: Keras, the threads that read data, a model."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Devices:
-    """The devices that replicas may use, by TensorFlow name (`GPU:0`, `CPU:1`)."""
-
-    names: tuple[str, ...]
-
-    @property
-    def kind(self) -> str:
-        """`GPU` or `CPU`."""
-        return self.names[0].partition(":")[0]
-
-
-def prepare(options: PlacementOptions, survey: gpus.Survey, selection: gpus.Selection, local_size: int = 1) -> Devices:
+def prepare(
+    options: PlacementOptions, survey: gpus.Survey, selection: gpus.Selection, local_size: int = 1
+) -> tuple[str, ...]:
     """Configures TensorFlow for this process, of which there are `local_size` on this host to share its cores.
+
+    Returns TensorFlow's names of the devices that replicas may use (`GPU:0`, `CPU:1`), of one kind.
 
     Raises:
       UserError: TensorFlow does not see the GPUs, or has already started in this process with other settings.
@@ -69,7 +60,7 @@ def prepare(options: PlacementOptions, survey: gpus.Survey, selection: gpus.Sele
     if seen and not virtual and options.devices != "none":
         for device in seen:
             _configure(functools.partial(tf.config.experimental.set_memory_growth, device, True), "GPU memory growth")
-        return Devices(tuple(f"GPU:{i}" for i in range(len(seen))))
+        return tuple(f"GPU:{i}" for i in range(len(seen)))
     if virtual and virtual > 1:
         cpu = tf.config.list_physical_devices("CPU")[0]
         have = tf.config.get_logical_device_configuration(cpu) or [None]
@@ -77,25 +68,17 @@ def prepare(options: PlacementOptions, survey: gpus.Survey, selection: gpus.Sele
             split = [tf.config.LogicalDeviceConfiguration() for _ in range(virtual)]
             change = functools.partial(tf.config.set_logical_device_configuration, cpu, split)
             _configure(change, f"--virtual_devices={virtual}")
-    return Devices(tuple(f"CPU:{i}" for i in range(virtual or 1)))
+    return tuple(f"CPU:{i}" for i in range(virtual or 1))
 
 
-class Started(NamedTuple):
-    """TensorFlow, imported."""
-
-    tf: ModuleType
-    gpus: list[tf.config.PhysicalDevice]
-    printed: str  # its output meanwhile, which tells why it does not see a GPU
-
-
-def start() -> Started:
-    """Imports TensorFlow and lists its GPUs."""
+def start() -> tuple[ModuleType, list[tf.config.PhysicalDevice], str]:
+    """Imports TensorFlow and lists its GPUs; returns what it prints, too, which tells why it does not see one."""
     with standard_error.kept() as kept:
         import tensorflow as tf
 
         seen = tf.config.list_physical_devices("GPU")
         kept.seek(0)
-        return Started(tf, seen, kept.read().decode(errors="replace"))
+        return tf, seen, kept.read().decode(errors="replace")
 
 
 def _configure(action: Callable[[], object], what: str) -> None:

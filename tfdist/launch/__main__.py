@@ -66,11 +66,7 @@ def _parser() -> _Parser:
     add("--max_restarts", metavar="N", default="0", help="restarts of all workers after a failure (default 0)")
     for name, default, text in (
         ("start_timeout", "120", "time to wait for the other machines (default 120)"),
-        (
-            "join_timeout",
-            None,
-            f"with MIN:MAX, at first, time to wait for more nodes than MIN (default {JOIN_S:g})",
-        ),
+        ("join_timeout", None, f"with MIN:MAX, at first, time to wait for more nodes than MIN (default {JOIN_S:g})"),
         ("rejoin_timeout", None, "with MIN:MAX, later, time to wait for MIN nodes (default: as --start_timeout)"),
         ("scale_wait", None, f"with MIN:MAX, when a node joins, time to wait for others (default {SCALE_S:g})"),
     ):

@@ -60,12 +60,7 @@ EVENTS = schema.named(
 )
 """Messages to node 0."""
 _ROUND = schema.record(
-    attempt=whole(),
-    node=whole(),
-    world=whole(1),
-    first=whole(),
-    port=whole(1, 65535),
-    salt=schema.line(64),
+    attempt=whole(), node=whole(), world=whole(1), first=whole(), port=whole(1, 65535), salt=schema.line(64)
 )
 ORDERS = schema.named(
     beat=_BEAT,

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tfdist.cluster import schema, standard_error, wire
 from tfdist.cluster.addresses import join
@@ -44,15 +44,10 @@ _ALL = "all"
 _LATE_FIX = "look at its output, or raise --start_timeout"
 
 
-class StartedHorovod(NamedTuple):
-    """Horovod, as it runs in this process."""
-
-    module: ModuleType
-    hosts: tuple[str, ...]  # host name of each process, by rank; empty if unknown
-
-
-def start(limit: float) -> StartedHorovod:
+def start(limit: float) -> tuple[ModuleType, tuple[str, ...]]:
     """Starts Horovod in this process, once all others have come, for which they have `limit` seconds.
+
+    Returns its module, and the host name of each process by rank, or none if they are unknown.
 
     Raises:
       UserError: it is not built for this TensorFlow, or does not start, or a process has not come.
@@ -73,14 +68,13 @@ def start(limit: float) -> StartedHorovod:
             f"Horovod does not start ({one_line(error, 200)})",
             "start with horovodrun or mpirun, or rebuild it with python -m tfdist.horovod_build",
         ) from error
-    return StartedHorovod(hvd, hosts)
+    return hvd, hosts
 
 
-def cluster(started: StartedHorovod) -> Cluster:
+def cluster(hvd: ModuleType, hosts: tuple[str, ...]) -> Cluster:
     """Returns the workers as Horovod has found them, and where they meet for their heartbeats, agreed on through it."""
     import numpy as np
 
-    hvd = started.module
     listener, text = None, ""
     if hvd.rank() == 0:
         listener = wire.listen(_own_host(hvd), 0)
@@ -97,7 +91,7 @@ def cluster(started: StartedHorovod) -> Cluster:
         local_rank=hvd.local_rank(),
         local_size=hvd.local_size(),
         master=master,
-        hosts=started.hosts,
+        hosts=hosts,
         secret=secret,
         meeting_fd=listener.detach() if listener else None,
     )
@@ -207,8 +201,9 @@ def _await_all(store: _Store, size: int, limit: float, here: str) -> tuple[str, 
         problem = f"timed out after {limit:g} s waiting for {missing} of {size}: {_LATE_FIX}"
         store.put(_ALL, json.dumps({"problem": problem}))
         raise UserError(problem)
-    store.put(_ALL, json.dumps({"hosts": [hosts[r] for r in range(size)]}))
-    return tuple(hosts[r] for r in range(size))
+    names = [hosts[r] for r in range(size)]
+    store.put(_ALL, json.dumps({"hosts": names}))
+    return tuple(names)
 
 
 def _await_chief(store: _Store, size: int, limit: float, here: str) -> tuple[str, ...]:
