@@ -116,8 +116,7 @@ def _launched(environ: Mapping[str, str]) -> Cluster | None:
 def _agreed(environ: Mapping[str, str]) -> Cluster:
     """Returns what all sources other than launchers agree on; those that know more come first."""
     by_config = read_tf_config(environ)
-    sparse = by_config is not None and not by_config.addresses  # WORLD_SIZE then only completes TF_CONFIG
-    by_hand = None if sparse and "RANK" not in environ else _torchrun(environ)
+    by_hand = _torchrun(environ)
     open_mpi, slurm, pmi = _mpi(environ, OPEN_MPI), _slurm(environ), _mpi(environ, PMI)
     # mpirun lets srun start its daemons, one on each node, and workers inherit the daemons' variables, but not
     # those on mpirun's own node: even a Slurm step that seems to agree would give them different masters.
@@ -252,7 +251,10 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
         # A complete map from index to address is a list. A map of one may be one of many.
         tasks, indices = jobs.get("worker", {}), [str(i) for i in range(len(jobs.get("worker", {})))]
         if "sparseCluster" in config or len(tasks) < 2 or tasks.keys() != set(indices):
-            return _dynamic_tf_job(environ, kind, index)
+            raise UserError(
+                "TF_CONFIG is that of a dynamic TFJob, which lists not all workers",
+                "set enableDynamicWorker: false",
+            )
         jobs["worker"] = [tasks[i] for i in indices]
     for job, tasks in jobs.items():
         if not isinstance(tasks, list):
@@ -290,24 +292,6 @@ def _task(config: dict[str, object]) -> tuple[str, int]:
             'write "task": {"type": "worker", "index": 0}, with this worker\'s own type and index',
         )
     return kind, int(str(index))
-
-
-def _dynamic_tf_job(environ: Mapping[str, str], kind: str, index: int) -> Cluster:
-    """Reads a worker of a TFJob with enableDynamicWorker: its pod template, the same for all, can set the rest."""
-    if kind != "worker":
-        raise UserError(
-            f"TF_CONFIG is that of the {kind} of a dynamic TFJob, which is in nobody's list",
-            "use workers only, or set enableDynamicWorker: false",
-        )
-    if "WORLD_SIZE" not in environ:
-        raise UserError(
-            "TF_CONFIG is that of a dynamic TFJob, which does not tell how many workers there are",
-            "set enableDynamicWorker: false, or give all workers WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
-        )
-    env_vars.need(environ, "MASTER_ADDR", "MASTER_PORT", beside="WORLD_SIZE")
-    name = "index in TF_CONFIG"
-    rank, size = env_vars.pair({**environ, name: str(index)}, name, "WORLD_SIZE")
-    return Cluster(TF_CONFIG, rank, size, master=env_vars.master(environ))
 
 
 def _has(environ: Mapping[str, str], source: str) -> bool:

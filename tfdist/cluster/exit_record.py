@@ -26,13 +26,6 @@ class LostWorker(NamedTuple):
     why: str  # follows its name in a line: its host, and how it was lost
 
 
-class Report(NamedTuple):
-    """What a worker has reported."""
-
-    error: str = ""  # its own error
-    lost: LostWorker | None = None
-
-
 _LINE = schema.line(_LONGEST)
 _READ = schema.named(
     error=schema.record(error=_LINE), lost=schema.record(lost=schema.record(rank=schema.whole(-1), why=_LINE))
@@ -56,12 +49,12 @@ class ExitRecord:
         self._fd = os.memfd_create(_NAME)
         self.environ = {EXIT_RECORD: f"/proc/{os.getpid()}/fd/{self._fd}"}  # the worker's environment must include it
 
-    def read(self) -> Report:
-        """Returns what the worker has reported, and frees the memory."""
+    def read(self) -> LostWorker | str:
+        """Returns what the worker has reported, "" if nothing, and frees the memory."""
         try:
             record = _READ(json.loads(os.pread(self._fd, 4 * _LONGEST, 0)))
         except (ValueError, RecursionError, WireError):
-            return Report()
+            return ""
         finally:
             os.close(self._fd)
-        return Report(record["error"]) if "error" in record else Report(lost=LostWorker(**record["lost"]))
+        return record["error"] if "error" in record else LostWorker(**record["lost"])

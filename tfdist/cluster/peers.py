@@ -15,7 +15,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from tfdist.cluster import heartbeat, standard_error, votes
+from tfdist.cluster import heartbeat, standard_error
+from tfdist.cluster.facts import difference
 from tfdist.cluster.heartbeat import BEAT_S, END, SILENT_S
 from tfdist.cluster.watch import Watch
 from tfdist.cluster.wire import Connection
@@ -160,7 +161,7 @@ class Peers:
         """Raises UserError on all workers if one has other facts: calls would not match, or examples be left out."""
         if self.size == 1:
             return
-        problem = votes.difference(self.gather(label, facts), self.hosts)
+        problem = difference(self.gather(label, facts), self.hosts)
         if problem:
             raise UserError(problem)
 
@@ -181,9 +182,10 @@ class Peers:
         if self.size == 1:
             return work()
         first = self.hosts.index(self.hosts[self.rank])
-        own_turn, others = votes.turn(self.rank, self.hosts), self.hosts.count(self.hosts[self.rank]) > 1
+        own_turn = 0 if self.rank == 0 else 1 if first == self.rank else 2
+        others = self.hosts.count(self.hosts[self.rank]) > 1
         note: N | None = None
-        for now in range(votes.TURNS):
+        for now in range(3):
             offered: N | None = None
             if now == own_turn:
                 taken = None if note is None else take(note)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tfdist.cluster import exit_record, heartbeat, schema, standard_error, votes
+from tfdist.cluster import exit_record, heartbeat, schema, standard_error
 from tfdist.cluster.exit_record import LostWorker
 from tfdist.cluster.heartbeat import BEAT_S, GRACE_S, IN_CALL_S, PHASES, SILENT_S, ReceivedSignal, State
 from tfdist.cluster.wire import ClosedError, Connection, Message
@@ -75,7 +75,7 @@ class Watch:
         self._states = dict.fromkeys(connections, self.state)
         self._longest_call = 0.0
         self._died = False  # whether the failure is that a worker has died or fallen silent, without giving a reason
-        self._votes = votes.Votes(hosts)
+        self._votes: dict[int, dict[int, tuple[str, Any]]] = {}  # label and value by rank, by number of the gather
         self._gathered: dict[int, list[Any]] = {}
         self._changed = threading.Condition()
         for connection in connections.values():
@@ -244,13 +244,18 @@ class Watch:
     def _collect(self, rank: int, number: int, label: str, value: object) -> None:
         """Adds, on the chief, one worker's value to a `Peers.gather`."""
         with self._changed:
-            try:
-                values = self._votes.cast(rank, number, label, value)
-            except votes.MismatchError as error:
-                self._fail(str(error))
+            votes = self._votes.setdefault(number, {})
+            votes[rank] = label, value
+            first, (expected, _) = next(iter(votes.items()))
+            if label != expected:
+                self._fail(
+                    f"worker {rank} ({self._hosts[rank]}) is at {label!r} while worker {first} ({self._hosts[first]}) "
+                    f"is at {expected!r}: every worker must make the same calls"
+                )
+            if label != expected or len(votes) < len(self._hosts):
                 return
-        if values is None:
-            return
+            values = [votes[r][1] for r in range(len(self._hosts))]
+            del self._votes[number]
         # First: once the main thread knows, it may hold Python's lock until all others have gone on, too.
         self.send({"gathered": number, "values": values})
         with self._changed:
@@ -279,7 +284,9 @@ class Watch:
                     self._changed.notify_all()
         if self._rank == 0:
             states = {0: self.state, **self._states}
-            stall = heartbeat.find_stall(states, self._votes.waiting(), now, self._stall_timeout)
+            with self._changed:
+                waiting = {rank: label for votes in self._votes.values() for rank, (label, _) in votes.items()}
+            stall = heartbeat.find_stall(states, waiting, now, self._stall_timeout)
             rank, why = stall or (None, "")
             if rank is not None:
                 self._lose(rank, why)

@@ -36,15 +36,15 @@ class Distribution:
     """TensorFlow names of this worker's devices, one per replica, e.g. `CPU:1`."""
     jit: str
     """Compilation by XLA of forward and backward pass: `on`, `off`, or `auto` for where the model allows it."""
-    run: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+    run: Callable[[Callable[..., Any], tuple[Any, ...]], Any] = lambda fn, args: fn(*args)
     """`run(fn, args)`: calls `fn(*args)` once per local replica, returns per-replica values."""
-    local: Callable[[Any], tuple[Any, ...]]
+    local: Callable[[Any], tuple[Any, ...]] = lambda value: (value,)
     """This worker's values of a per-replica value, in order of replicas."""
-    replica_id: Callable[[], int | tf.Tensor]
+    replica_id: Callable[[], int | tf.Tensor] = lambda: 0
     """Index of the current replica among all, an int or an int32 scalar."""
-    all_sum: Callable[[list[tf.Tensor]], list[tf.Tensor]]
+    all_sum: Callable[[list[tf.Tensor]], list[tf.Tensor]] = lambda tensors: tensors
     """Sums each dense tensor of a list over all replicas."""
-    average: Callable[[list[keras.Variable]], None]
+    average: Callable[[list[keras.Variable]], None] = lambda variables: None
     """Sets each floating-point variable to its mean over all replicas."""
     broadcast: Callable[[list[keras.Variable]], None] = lambda variables: None
     """Gives each variable the chief's value, where creating it under `scope` did not."""

@@ -148,9 +148,11 @@ class Worker:
         report = self._record.read()
         # What was printed before may be written after: it must not push the traceback out.
         lines = tuple(self._errors if self._traceback else self._tail)
-        lost = report.lost if self.code > 0 else None  # else it went on without that one, or was killed besides
+        error, lost = (report, None) if isinstance(report, str) else ("", report)
+        if self.code <= 0:  # it went on without that one, or was killed besides
+            lost = None
         rank, why = lost or (-1, "")
-        return Exit(self.rank, self.pid, socket.gethostname(), self.code, bool(lost), lines, rank, why, report.error)
+        return Exit(self.rank, self.pid, socket.gethostname(), self.code, bool(lost), lines, rank, why, error)
 
     def _read(self, pipe: IO[bytes]) -> bool:
         """Reads what is available; returns False if that was nothing."""

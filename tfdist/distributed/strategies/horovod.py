@@ -142,8 +142,6 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
         replicas=hvd.size(),
         devices=(name,),
         jit=jit,
-        run=lambda fn, args: fn(*args),
-        local=lambda value: (value,),
         replica_id=hvd.rank,
         all_sum=all_sum,
         average=average,

@@ -22,11 +22,6 @@ def default(reason: str, device: str = "CPU:0", jit: str = "off") -> Distributio
         replicas=1,
         devices=(device,),
         jit=jit,
-        run=lambda fn, args: fn(*args),
-        local=lambda value: (value,),
-        replica_id=lambda: 0,
-        all_sum=lambda tensors: tensors,
-        average=lambda variables: None,
     )
 
 

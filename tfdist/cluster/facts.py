@@ -1,50 +1,9 @@
-"""Values that all workers of a run contribute, or must have in common. No TensorFlow, no sockets."""
+"""Compares values that all workers of a run must have in common. No TensorFlow, no sockets."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
-
-
-class MismatchError(Exception):
-    """Two workers are at different points of the program."""
-
-
-class _Vote(NamedTuple):
-    label: str
-    value: Any
-
-
-class Votes:
-    """Collects on the chief the values of each `Peers.gather`."""
-
-    def __init__(self, hosts: Sequence[str]):
-        self._hosts = hosts
-        self._collected: dict[int, dict[int, _Vote]] = {}
-
-    def cast(self, rank: int, number: int, label: str, value: object) -> list[object] | None:
-        """Adds one worker's value to a gather; returns all in order of rank once complete, else None.
-
-        Raises:
-          MismatchError: another worker uses another label for this gather.
-        """
-        votes = self._collected.setdefault(number, {})
-        votes[rank] = _Vote(label, value)
-        first, expected = next((other, vote.label) for other, vote in votes.items())
-        if label != expected:
-            raise MismatchError(
-                f"worker {rank} ({self._hosts[rank]}) is at {label!r} while worker {first} ({self._hosts[first]}) "
-                f"is at {expected!r}: every worker must make the same calls"
-            )
-        if len(votes) < len(self._hosts):
-            return None
-        del self._collected[number]
-        return [votes[r].value for r in range(len(self._hosts))]
-
-    def waiting(self) -> dict[int, str]:
-        """Returns the labels at which workers wait for others, by rank."""
-        return {rank: vote.label for votes in self._collected.values() for rank, vote in votes.items()}
 
 
 def difference(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> str:
@@ -88,11 +47,3 @@ def _differing(theirs: list[object], mine: list[object]) -> Iterator[tuple[objec
 
 
 ROUNDING = 1e-5  # relative to the largest number of a list; ten times this relative to a number itself
-TURNS = 3
-
-
-def turn(rank: int, hosts: Sequence[str]) -> int:
-    """Returns a worker's turn in work on a disk that hosts may share: chief 0, first of each other host 1, others 2."""
-    if rank == 0:
-        return 0
-    return 1 if hosts.index(hosts[rank]) == rank else 2
