@@ -1,8 +1,7 @@
 """Discovers from environment variables alone who this worker is and who the others are. No TensorFlow.
 
-The launcher that has started this very process (tfdist.launch, torchrun) takes precedence: it may run inside a Slurm
-task or a pod, whose variables then describe nodes, or the launcher itself. All other sources must agree, because one
-worker with a wrong rank makes all of them hang.
+The launcher of this very process (tfdist.launch, torchrun) takes precedence: a Slurm task or a pod may then describe
+nodes, or the launcher itself. All other sources must agree, since one worker with a wrong rank makes all of them hang.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ class Cluster:
     local_rank: int = 0  # rank among the workers of this host, as far as known
     local_size: int = 1  # workers of this host, as far as known
     master: str = ""  # `host:port` at which rank 0 listens; empty if unknown
-    addresses: tuple[str, ...] = ()
-    """`host:port` of every worker in rank order; empty unless the source lists them (TF_CONFIG)."""
+    addresses: tuple[str, ...] = ()  # `host:port` of every worker, where the source lists them (TF_CONFIG)
     secret: str = dataclasses.field(default="", repr=False)  # shared secret of the workers; empty if there is none
     attempt: int = 0  # number of restarts by the launcher
     meeting_fd: int | None = None  # socket that the launcher opened at `master` for rank 0 to listen on

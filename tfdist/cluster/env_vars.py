@@ -15,16 +15,13 @@ from typing import NamedTuple
 from tfdist.cluster.addresses import checked_host, checked_port, join
 from tfdist.errors import UserError, one_line
 
-ROUNDS = "TFDIST_ROUNDS"
-"""Variable in which the launcher lists earlier attempts for the chief (see `monitoring.recorder.Segments`)."""
-FOLDER_LOCK = "TFDIST_FOLDER_LOCK_FD"
-"""Variable with the descriptor through which the launcher lends the chief the run folder's lock."""
+ROUNDS = "TFDIST_ROUNDS"  # the launcher's list of earlier attempts for the chief (see `monitoring.recorder.Segments`)
+FOLDER_LOCK = "TFDIST_FOLDER_LOCK_FD"  # the descriptor by which it lends the chief the run folder's lock
 EXIT_RECORD = "TFDIST_EXIT_RECORD"  # variable with the path of the exit record (see `exit_record`)
-HOLD = "TFDIST_HOLD_RANDOM_LAYERS"
-"""Variable by which `tfdist.compare` trains its check with random layers disabled; no trained model results."""
+HOLD = "TFDIST_HOLD_RANDOM_LAYERS"  # with it `tfdist.compare` trains without random layers, for its check
 _OWN = ("TFDIST_MEETING_FD", ROUNDS, FOLDER_LOCK, EXIT_RECORD)
 OTHER_LAUNCHERS = ("TF_CONFIG", "TORCHELASTIC_RUN_ID", "HOROVOD_", *_OWN)
-"""Prefixes of variables by which a worker would take another launcher for the one that starts it."""
+"""prefixes: with them a worker takes another for its launcher"""
 CLUSTER = (
     *("TF_CONFIG", "TORCHELASTIC_", "HOROVOD_", "TFDIST_ATTEMPT", *_OWN),
     *("SLURM_", "PMI_"),
@@ -162,16 +159,12 @@ def _sagemaker(environ: Mapping[str, str]) -> PlatformNode | None:
         hosts = None
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
         raise UserError(f"SM_HOSTS={one_line(environ['SM_HOSTS'], 100)} is not a JSON list of host names", "correct it")
-    hosts = sorted({checked_host(host, "SM_HOSTS") for host in hosts}, key=_natural)
+    natural = lambda host: [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", host)]
+    hosts = sorted({checked_host(host, "SM_HOSTS") for host in hosts}, key=natural)  # algo-2 before algo-10
     if environ["SM_CURRENT_HOST"] not in hosts:
         raise UserError(f"SM_CURRENT_HOST={environ['SM_CURRENT_HOST']} is none of SM_HOSTS: {', '.join(hosts)}")
     rank = hosts.index(environ["SM_CURRENT_HOST"])
     return PlatformNode("SM_HOSTS", len(hosts), rank, _gpus(environ, "SM_NUM_GPUS"), hosts[0], PORT)
-
-
-def _natural(host: str) -> list[tuple[int, str]]:
-    """Returns a key that sorts algo-2 before algo-10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", host)]
 
 
 def _skypilot(environ: Mapping[str, str]) -> PlatformNode | None:

@@ -7,22 +7,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 BEAT_S = 1.0  # seconds between heartbeats
-SILENT_S = 10.0
-"""A worker or launcher that sends nothing for this long is lost: its process, its machine or the network is gone."""
-EXEMPT = ("starting", "compiling", "saving")
-"""Phases that may take long, and in which a worker may hold Python's lock; the stall timeout is longer for them."""
+SILENT_S = 10.0  # a worker or launcher that sends nothing for so long is lost, or its machine, or the network
+EXEMPT = ("starting", "compiling", "saving")  # phases that may take long, with a longer stall timeout
 PHASES = (*EXEMPT, "call", "waiting", "python")  # all phases; see `State`
 TOGETHER = ("compiling", "call", "waiting")  # phases in which a worker needs the others
-_MAY_HOLD_LOCK = ("starting", "saving")
-"""Phases in which a worker may hold Python's lock for so long that its heartbeats fail to come."""
+_MAY_HOLD_LOCK = ("starting", "saving")  # Python's lock, for so long that heartbeats fail to come
 EXEMPT_FACTOR = 6
 AHEAD_S = 10.0  # if a call of the others has not ended this long after a worker finished, it never will
-GRACE_S = 4.0
-"""Time for the main thread to notice a loss or a second Ctrl-C and to exit in order, before the process is ended."""
-IN_CALL_S = 1.0
-"""The same while it is in a call, in C++: TensorFlow reports a loss at once, or after ten seconds, or never."""
-SIGNAL_S = 25.0
-"""A worker that was signaled and has waited this long for another cannot stop in order; platforms kill after 30 s."""
+GRACE_S = 4.0  # for the main thread to notice a loss or a second Ctrl-C, and to exit in order
+IN_CALL_S = 1.0  # the same in a call, in C++: TensorFlow reports a loss at once, or after ten seconds, or never
+SIGNAL_S = 25.0  # who was signaled and waits so long for another cannot stop in order; platforms kill after 30 s
 END = "the end of the run"  # the gather with which workers exit
 BY_SIGNAL = (130, 143)  # exit codes that stay, whatever else a signal's end brings about
 

@@ -1,9 +1,7 @@
 """How the processes of a job find each other: workers register with worker 0, launchers with node 0. No TensorFlow.
 
-Both connect to one address, prove that they know the secret (see `wire`), and say who they are (`Member`). `register`
-does so for either; `Registrar` is the other side. `meet` is the registration of workers: all must be there, agree, and
-be reachable before TensorFlow starts, since `MultiWorkerMirroredStrategy` waits for a missing peer for an hour, holding
-Python's lock, and says nothing.
+In `meet` all workers must be there, agree, and be reachable before TensorFlow starts, since
+`MultiWorkerMirroredStrategy` waits for a missing peer for an hour, holding Python's lock, and says nothing.
 """
 
 from __future__ import annotations

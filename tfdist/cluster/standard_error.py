@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from typing import IO
 
 _lock = threading.Lock()
-_kept_from: list[int] = []
-"""Copies of the real standard error, while descriptor 2 is a temporary file; the first one counts."""
+_kept_from: list[int] = []  # copies of the real one, while descriptor 2 is a temporary file; the first one counts
 
 
 @contextlib.contextmanager

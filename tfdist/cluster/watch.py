@@ -39,8 +39,7 @@ def from_chief(size: int) -> schema.Reader:
     )
 
 
-EXIT_S = 15.0
-"""Time for a program to end after its main thread has, when a worker is lost: a thread of it may wait for that one."""
+EXIT_S = 15.0  # for a program to end after its main thread: a thread of it may wait for the lost worker
 
 
 class Watch:

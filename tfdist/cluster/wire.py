@@ -71,7 +71,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket):
         self.reader: Callable[[object], Message] = lambda message: message  # type: ignore[assignment, return-value]
-        """Checks a message that `read` returns (see `schema`)."""
+        """checks what `read` returns"""
         self.heard = time.monotonic()  # when something last arrived
         self.lost: WireError | None = None  # why `read` will return no more, once that is so
         self.longest = LONGEST_UNAUTHENTICATED  # bytes of the longest message that is accepted
@@ -117,7 +117,7 @@ class Connection:
     def receive(self, timeout: float | None = None) -> Message:
         """Waits for the next message, at most so many seconds, or for ever; raises WireError if none comes."""
         end = None if timeout is None else time.monotonic() + timeout
-        while not self.pending():
+        while b"\n" not in self._buffer:
             left = None if end is None else max(0.0, end - time.monotonic())
             if not _readable(self._socket, left):
                 raise SilenceError(f"no answer within {timeout:.0f} s")
@@ -130,15 +130,11 @@ class Connection:
         try:
             if _readable(self._socket, 0):
                 self.fill()
-            while self.pending():
+            while b"\n" in self._buffer:
                 messages.append(self.reader(self.take()))
         except (WireError, OSError) as error:
             self.lost = error if isinstance(error, WireError) else ClosedError(f"connection lost ({error})")
         return messages
-
-    def pending(self) -> bool:
-        """Returns whether a whole message has been received."""
-        return b"\n" in self._buffer
 
     def fill(self) -> None:
         """Receives what has arrived; call it when the socket is readable."""
@@ -277,8 +273,7 @@ def _depth(line: bytes) -> int:
 
 
 AT_ONCE = 64  # most simultaneous handshakes
-_RETRY_S = 1.0
-"""Longest wait before the next attempt to accept while this process has no descriptor, thread or memory for it."""
+_RETRY_S = 1.0  # longest wait before it accepts again after it had no descriptor, thread or memory for it
 _CLOSED = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)  # errors of `accept` on a listening socket that was closed
 
 

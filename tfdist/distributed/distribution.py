@@ -83,11 +83,6 @@ class Distribution:
         return self.workers > 1 and self.strategy.num_replicas_in_sync > len(self.devices)
 
     @property
-    def concurrent_iterations(self) -> int:
-        """Rounds of a loop around collectives that may run at a time; two would have one name in flight twice."""
-        return 1 if self.workers > 1 else 10
-
-    @property
     def workers(self) -> int:
         """Number of processes."""
         return self.peers.size

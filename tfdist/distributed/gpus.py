@@ -1,9 +1,7 @@
 """The GPUs as the driver sees them, and which of them this process may use. No TensorFlow.
 
-GPUtil trusts nvidia-smi with everything: no time limit, no look at the return
-code, one odd line fails the whole list, and NaN never counts as available. Its
-query and its record of a GPU are used here, each line parsed for itself; and
-where nvidia-ml-py is installed, the driver is asked by that.
+GPUtil trusts nvidia-smi with everything: no time limit, no look at the return code, one odd line fails the list, NaN
+never counts as available. So only its record of a GPU is used; where nvidia-ml-py is installed, that asks the driver.
 """
 
 from __future__ import annotations

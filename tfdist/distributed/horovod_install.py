@@ -12,8 +12,7 @@ from importlib import metadata
 from typing import Any
 
 VERSION = "0.28.1"
-STAMP = "tfdist_build.json"
-"""The file in Horovod's package that says what it was built for; `tfdist.horovod_build` puts it there."""
+STAMP = "tfdist_build.json"  # in Horovod's package; there `tfdist.horovod_build` says what it was built for
 
 _FIX = "run python -m tfdist.horovod_build"
 _TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly", "tf-nightly-cpu")

@@ -1,12 +1,9 @@
 """Sums over the workers of one host through memory that they have in common. No TensorFlow.
 
-TensorFlow's ring sends what it sums through gRPC, at 0.3 GB/s where a memory copy makes 10. Here each worker writes
-its array into a slot of its own, a piece at a time, says so, and adds up all slots in order of rank, so that all have
-the same bits. A worker has two slots and takes them in turn: who has written a piece has read the one before, so that
-a piece needs one wait. Pieces are small enough to stay in the processor's cache.
-
-The waits rely on other processors seeing writes in the order in which they were made. That holds on x86; elsewhere
-Python has no way to ask for it.
+TensorFlow's ring sends through gRPC, at 0.3 GB/s where a memory copy makes 10. Here each worker writes its array into a
+slot of its own, a piece that fits the processor's cache at a time, says so, and adds up all slots in order of rank: the
+same bits for all. It has two slots, in turn: who has written a piece has read the one before, so that a piece needs one
+wait. Others must see writes in the order in which they were made: on x86 they do, elsewhere Python cannot ask for it.
 """
 
 from __future__ import annotations
@@ -30,10 +27,8 @@ PIECE = 1 << 18  # bytes of a slot
 MOST = 8  # workers. Each reads what all have written; beyond, a ring moves less.
 _LINE = 64  # bytes that a processor sends another one at a time; and the alignment that TensorFlow wants of an array
 _HEADER = 1 << 12
-_LOOKS = 2000
-"""Looks at what another worker has done, about 100 microseconds, before this one lets others have the processor."""
-_YIELD_S = 1e-3
-"""Seconds of waiting after which this worker sleeps between looks, for a part of what it has waited so far."""
+_LOOKS = 2000  # looks at another worker, about 100 microseconds, before others may have the processor
+_YIELD_S = 1e-3  # after so many seconds it sleeps between looks, for a part of what it has waited so far
 _SLEEP_PART = 0.05
 _LONGEST_SLEEP_S = 5e-3
 OUT_OF_STEP = "worker {} sums other tensors than worker {}, or in another order"
@@ -59,8 +54,7 @@ class SharedMemorySum:
         self._others = [r for r in range(self._size) if r != self._rank]
         self._slots = np.ndarray((self._size, 2, PIECE), np.uint8, memory, _HEADER)
         self._pieces = 0
-        self._results: dict[int, list[np.ndarray]] = {}
-        """Memory for results, by the bits of its size: not by the size, since shapes may be another in each update."""
+        self._results: dict[int, list[np.ndarray]] = {}  # by the bits of the size, since shapes change
         self._lock = threading.Lock()
 
     def sum(self, key: int, array: np.ndarray) -> np.ndarray:

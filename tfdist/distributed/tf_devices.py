@@ -23,14 +23,11 @@ from tfdist.errors import UserError, one_line
 if TYPE_CHECKING:
     import tensorflow as tf
 
-_ALWAYS_READ = ("TF_XLA_FLAGS", "TF_JITRT_FLAGS")
-"""Variables that TensorFlow reads when it starts; it reads XLA_FLAGS when XLA compiles for the first time."""
+_ALWAYS_READ = ("TF_XLA_FLAGS", "TF_JITRT_FLAGS")  # when it starts; XLA_FLAGS is read when XLA first compiles
 _OF_FLAGS = re.compile(r"[EF]\d{4} \S+ +\d+ (?:command_line_flags|parse_flags_from_env)\.cc:\d+\] ")
 """Beginning of a log line of TensorFlow's about a flag that it cannot read."""
-_LIMIT_S = 120.0
-"""Seconds until a child that does not end counts as one that cannot: with too little memory, threads may wait."""
-_A_RUN = 1_500_000_000
-"""Address space of a small run besides TensorFlow itself: Keras, the threads that read data, a model."""
+_LIMIT_S = 120.0  # until a child counts as one that cannot end: with too little memory, threads may wait
+_A_RUN = 1_500_000_000  # bytes of a small run besides TensorFlow: Keras, threads that read data, a model
 
 
 def prepare(

@@ -14,11 +14,9 @@ from collections.abc import Mapping, MutableMapping
 from importlib import metadata
 
 VARIABLES = ("TPU_NAME", "TPU_CONFIG", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "COLAB_TPU_ADDR")
-"""Any of them says that there is a TPU."""
-_NODES = "/dev/accel[0-9]*"
-"""Device files of TPUs up to v4; /dev/accel/ is a folder of Linux' own for accelerators of others."""
-_VFIO = "/dev/vfio/[0-9]*"
-"""Device files of TPUs from v5e on, and of whatever else is passed through to a virtual machine."""
+"""any says that there is one"""
+_NODES = "/dev/accel[0-9]*"  # of TPUs up to v4; /dev/accel/ is a folder of Linux' own for accelerators of others
+_VFIO = "/dev/vfio/[0-9]*"  # of TPUs from v5e on, and of what else is passed through to a virtual machine
 _BESIDE_VFIO = re.compile("TPU_ACCELERATOR_TYPE|TPU_WORKER_ID|TPU_WORKER_HOSTNAMES|COLAB_TPU|KAGGLE_KERNEL_RUN_TYPE")
 """Variables that TPU machines, Colab and Kaggle set, and that say nothing without a device file."""
 _PCI = "/sys/bus/pci/devices/*/vendor"
@@ -26,12 +24,9 @@ _GOOGLE = "0x1ae0"
 _CHIPS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 """PCI numbers of TPUs from v2 to v7, as JAX knows them; Google's network cards and disks have others."""
 PACKAGES = {"2.18": "2.18.0", "2.19": "2.19.1", "2.20": "2.20.0 libtpu==0.0.14"}
-"""By version of TensorFlow, the newest tensorflow-tpu that goes with it. There is none for 2.21.
-
-2.20.0 lets pip take the newest libtpu, see `_NEWEST_LIBTPU`; the others name theirs.
-"""
+"""By version of TensorFlow, the newest tensorflow-tpu; none for 2.21. 2.20.0 names no libtpu, the others do."""
 _NEWEST_LIBTPU = (0, 0, 30)
-"""With tensorflow-tpu 2.20.0, which was seen to end the process at its import beside 0.0.32.1, 0.0.35 to 0.0.52."""
+"""with tensorflow-tpu 2.20.0, whose import ended the process beside 0.0.32.1 and 0.0.35 to 0.0.52"""
 _WHEELS = ("tensorflow-tpu", "tf-nightly-tpu")
 _XLA_FLAGS = (
     "--tf_mlir_enable_mlir_bridge=true",

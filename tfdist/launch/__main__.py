@@ -26,8 +26,7 @@ from tfdist.launch import coordinator, machines, node_agent
 from tfdist.launch.event_loop import Events, Screen
 from tfdist.launch.machines import JOIN_S, SCALE_S
 
-_OWN = ("devices", "workdir", "threads", "progress", "start_timeout", "stall_timeout")
-"""Environment flags that may differ between nodes."""
+_OWN = ("devices", "workdir", "threads", "progress", "start_timeout", "stall_timeout")  # may differ between nodes
 
 
 class _TrainFlags(NamedTuple):

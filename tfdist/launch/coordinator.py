@@ -59,7 +59,7 @@ class Coordinator:
         self._plan, self._nodes, self._events, self._screen = plan, plan.nodes, events, screen
         self._agent = node_agent.NodeAgent(plan, events, screen)
         self._folder = bucket_folder.opened(plan.workdir, writes=True) if plan.workdir else None
-        """Locked from before the first attempt until after the last: between two, no worker holds it."""
+        """locked also between attempts"""
         self._agent.folder = self._folder
         self._own = node_agent.member(plan)
         self._links: dict[int, NodeLink] = {}

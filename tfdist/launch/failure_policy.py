@@ -59,8 +59,7 @@ class AttemptOutcome:
         self._change = ""  # why the next attempt has other nodes
         self._nodes, self._elastic, self._new = dict(nodes), elastic, sorted(new)
         self._reporter = 0  # node of the last event
-        self._chief_done = self._some_done = False
-        """Whether the chief, or any worker, has reached the end of the program."""
+        self._chief_done = self._some_done = False  # reached the end of the program: the chief, any worker
         self._preempted = False  # whether a worker was stopped by a signal of its own
         self._stopping = False  # whether the whole job is to stop
         self._stop_sent = False  # whether the workers were asked to stop, for whatever reason

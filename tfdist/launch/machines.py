@@ -89,7 +89,12 @@ def _elastic(options: argparse.Namespace, environ: Mapping[str, str], start_time
     """Returns the nodes of an elastic job."""
     text = options.nnodes
     least, most = _range(text)
-    fixed = _fixed_by(environ)
+    platform, tasks = env_vars.platform_node(environ), environ.get("SLURM_STEP_NUM_TASKS", "").strip()
+    fixed = "TF_CONFIG" if environ.get("TF_CONFIG", "").strip() else ""
+    if not fixed and platform and platform.nnodes > 1:
+        fixed = platform.source
+    if not fixed and tasks not in ("", "1"):
+        fixed = f"SLURM_STEP_NUM_TASKS={tasks}"
     if fixed:
         raise UserError(
             f"--nnodes={text} lets the number of nodes change, and {fixed} fixes it",
@@ -115,29 +120,15 @@ def _range(text: str) -> tuple[int, int]:
     if not match:
         raise UserError(f"--nnodes must be a whole number of at least 1, or MIN:MAX such as 2:4, got {text}")
     least, most = int(match[1]), int(match[2])
-    wrong = ""
-    if least > most:
-        wrong = f"MIN must be at most MAX, got {least} and {most}: write {most}:{least}"
-    if least < 1:
-        wrong = f"MIN must be at least 1, got {least}: write 1:{max(2, most)}"
-    if most < 2:
-        wrong = f"MAX must be at least 2, got {most}: write 1:2, or leave --nnodes out for one machine"
-    if most > _MOST:
-        wrong = f"MAX must be at most {_MOST}, got {most}: write fewer"
-    if wrong:
-        raise UserError(f"--nnodes={text} is MIN:MAX, and {wrong}")
+    for wrong, line in (
+        (most > _MOST, f"MAX must be at most {_MOST}, got {most}: write fewer"),
+        (most < 2, f"MAX must be at least 2, got {most}: write 1:2, or leave --nnodes out for one machine"),
+        (least < 1, f"MIN must be at least 1, got {least}: write 1:{max(2, most)}"),
+        (least > most, f"MIN must be at most MAX, got {least} and {most}: write {most}:{least}"),
+    ):
+        if wrong:
+            raise UserError(f"--nnodes={text} is MIN:MAX, and {line}")
     return least, most
-
-
-def _fixed_by(environ: Mapping[str, str]) -> str:
-    """Returns the variable that sets a fixed number of nodes, or an empty text."""
-    if environ.get("TF_CONFIG", "").strip():
-        return "TF_CONFIG"
-    platform = env_vars.platform_node(environ)
-    if platform and platform.nnodes > 1:
-        return platform.source
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "").strip()
-    return f"SLURM_STEP_NUM_TASKS={tasks}" if tasks not in ("", "1") else ""
 
 
 def secret(nodes: Nodes, insecure: bool, environ: Mapping[str, str]) -> str:

@@ -225,8 +225,7 @@ class LaunchPlan:
     start_timeout: float
     shares: tuple[Mapping[str, str], ...]  # variables by which each worker of this node gets its part of the GPUs
     facts: Mapping[str, Any]  # what must be the same on all nodes, by the name that messages give it
-    workdir: str = ""
-    """The run folder, which node 0's launcher locks for its workers; empty if unknown, or if they write nothing."""
+    workdir: str = ""  # the run folder, which node 0's launcher locks; empty if unknown, or if nothing is written
     log_dir: str = ""  # where each rank's lines are kept; empty for nowhere
     secret: str = dataclasses.field(default="", repr=False)  # shared secret of the launchers
 

@@ -1,10 +1,8 @@
 """Horovod: one process per replica, its own rendezvous and its own all-reduce. The only module that imports it.
 
-`horovod.tensorflow` works under Keras 3 as a library of collectives;
-`hvd.DistributedOptimizer` and its Keras callbacks do not (they reduce nothing,
-or crash), so only the former is used. Its C++ side waits for processes that may never come, and then aborts; so the
-workers wait for each other first, where it can be said who is missing: through the store of horovodrun, in which Gloo's
-ranks leave their addresses, too. `mpirun` has none.
+Under Keras 3 only its collectives work; `hvd.DistributedOptimizer` and its Keras callbacks reduce nothing, or crash.
+Its C++ side waits for processes that may never come, and then aborts; so the workers wait for each other first, where
+it can be said who is missing: through the store of horovodrun, in which Gloo's ranks leave their addresses, too.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ if TYPE_CHECKING:
 
 _UNREACHABLE_S = 15.0  # Horovodrun is lost if it has not answered for so long
 _ASK_S = 3.0
-_PAUSE_S = (0.05, 1.0)
-"""Between two questions: at first, and at most, since horovodrun answers all workers of a job in one process."""
+_PAUSE_S = (0.05, 1.0)  # between questions, at first and at most: horovodrun answers all workers in one process
 _GRACE_S = 5.0  # extra seconds for the others, which hear from the chief who is missing
 _ALL = "all"
 _LATE_FIX = "look at its output, or raise --start_timeout"

@@ -95,8 +95,7 @@ class SharedMemory:
 
 
 HEARTBEAT_S = 10  # TensorFlow's own heartbeats; `Peers` is faster and can say who
-REGISTER_S = 60
-"""Time for all workers to start TensorFlow's server. They do so in the same moment; a slow one needs seconds."""
+REGISTER_S = 60  # to start TensorFlow's server, which all do in the same moment; a slow worker needs seconds
 _ASK_S = 1.0
 _PAUSE_S = 0.05
 
