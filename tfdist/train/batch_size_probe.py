@@ -12,19 +12,14 @@ import json
 import os
 import resource
 import sys
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from tfdist import config
-from tfdist.config import field_syntax
+from tfdist.config import field_syntax, schedule
 from tfdist.errors import TrainingError, UserError, one_line
 
 ROWS = 32  # examples that are read of data that is not in memory, to be repeated
-
-
-class SendAnswer(Protocol):
-    """A function that sends one line of JSON to the parent."""
-
-    def __call__(self, **fields: str | int | bool) -> None: ...
 
 
 def main() -> None:
@@ -44,22 +39,19 @@ def main() -> None:
         answer(error=str(error))
     except Exception as error:  # of the user's code, for example: another batch would not help
         why = f"{type(error).__name__}: {one_line(error, 200)}"
-        fix = "give a number, and the run shows where"
-        answer(error=f"train.batch_size=auto: trying it ended with {why}: {fix}")
+        answer(error=f"train.batch_size=auto: trying it ended with {why}: give a number, and the run shows where")
 
 
-def _try(work: dict[str, Any], answer: SendAnswer) -> None:
+def _try(work: dict[str, Any], answer: Callable[..., None]) -> None:
     """Makes updates with each size, and sends the results."""
-    trial = _Trial(_experiment(work["experiment"]), work)
-    import tensorflow as tf  # after the trial has started it with the experiment's options
+    most, update = _real_model(_experiment(work["experiment"]), work)
+    import tensorflow as tf  # after the model has started it with the experiment's options
 
     base = _peak()
-    for size in work["sizes"]:
-        last = size >= trial.most
-        size = min(size, trial.most)
+    for size in dict.fromkeys(min(size, most) for size in work["sizes"]):
         answer(trying=size)
         try:
-            trial.update(size)
+            update(size)
         except (TrainingError, MemoryError, tf.errors.ResourceExhaustedError) as error:
             if isinstance(error, TrainingError) and "out of memory" not in str(error):
                 raise
@@ -70,55 +62,38 @@ def _try(work: dict[str, Any], answer: SendAnswer) -> None:
             answer(too_many=size)
             return
         answer(fits=size, peak=peak)
-        if last:
-            break
     answer(ended=True)
 
 
-class _Trial:
-    """The real model with a few of its real examples."""
+def _real_model(experiment: config.Experiment, work: dict[str, Any]) -> tuple[int, Callable[[int], None]]:
+    """Returns how many examples there are per replica, and what makes updates of the model with so many of them."""
+    import keras
+    import numpy as np
 
-    def __init__(self, experiment: config.Experiment, work: dict[str, Any]):
-        import keras
-        import numpy as np
+    import tfdist
+    from tfdist.data import sources
+    from tfdist.data.datasets import registry
+    from tfdist.models import build as models
+    from tfdist.models import optimizers
 
-        import tfdist
-        from tfdist.config import schedule
-        from tfdist.data.datasets import registry
-        from tfdist.models import build as models
-        from tfdist.models import optimizers
+    distribution = tfdist.connect("default", devices=work["devices"], threads=work["threads"], jit=work["jit"])
+    models.set_precision(experiment.train.precision)
+    data = registry.load(experiment, prepare=work["prepare"])
+    with distribution.scope():
+        model = models.build(experiment, data.spec, quiet=True)
+        optimizer = optimizers.build(experiment, schedule.make(experiment, data.examples, 1))
+        data = models.compiled(model, optimizer, experiment, data)
+        optimizers.exclude(model, experiment.optimizer)
+    columns = keras.tree.map_structure(np.asarray, data.train.first_rows(ROWS))
 
-        self._distribution = tfdist.connect(
-            "default", devices=work["devices"], threads=work["threads"], jit=work["jit"]
-        )
-        models.set_precision(experiment.train.precision)
-        data = registry.load(experiment, prepare=work["prepare"])
-        self.most = max(1, data.examples // work["world"])  # examples per replica that there are
-        with self._distribution.scope():
-            self._model = models.build(experiment, data.spec, quiet=True)
-            optimizer = optimizers.build(experiment, schedule.make(experiment, data.examples, 1))
-            data = models.compiled(self._model, optimizer, experiment, data)
-            optimizers.exclude(self._model, experiment.optimizer)
-        columns = data.train.first_rows(ROWS)
-        self._columns = keras.tree.map_structure(np.asarray, columns)
-        self._experiment = experiment
-
-    def update(self, size: int) -> None:
-        """Makes two updates of `size` examples: the second has the optimizer's state and the first one's garbage."""
-        import keras
-        import numpy as np
-
-        import tfdist
-        from tfdist.data import sources
-
+    def update(size: int) -> None:
         rows = np.arange(size)
-        experiment = self._experiment
         tfdist.fit(
-            self._model,
-            sources.Arrays(keras.tree.map_structure(lambda c: np.take(c, rows, 0, mode="wrap"), self._columns)),
-            distribution=self._distribution,
+            model,
+            sources.Arrays(keras.tree.map_structure(lambda c: np.take(c, rows, 0, mode="wrap"), columns)),
+            distribution=distribution,
             batch_size=size,
-            epochs=2,
+            epochs=2,  # the second update has the optimizer's state and the first one's garbage
             accumulate=experiment.train.accumulate,
             steps_per_call=1,
             shuffle=False,
@@ -128,6 +103,8 @@ class _Trial:
             check_agreement="off",
             verbose=0,
         )
+
+    return max(1, data.examples // work["world"]), update
 
 
 def _experiment(fields: dict[str, Any]) -> config.Experiment:

@@ -92,15 +92,11 @@ def find(experiment: config.Experiment, environment: Environment, placement: Pla
     limit = LIMIT_S if cluster.size == 1 else 0.75 * environment.start_timeout
     ends = time.monotonic() + limit
 
-    def attempt(sizes: Sequence[int]) -> _Answer:
-        return _probe({**work, "sizes": list(sizes)}, environ, max(1.0, ends - time.monotonic()))
-
+    attempt = lambda sizes: _probe({**work, "sizes": sizes}, environ, max(1.0, ends - time.monotonic()))
     return _search(attempt, experiment.train.accumulate, limit, budget)
 
 
-def _search(
-    attempt: Callable[[Sequence[int]], _Answer], least: int, limit: float, budget: float | None
-) -> BatchProposal:
+def _search(attempt: Callable[[list[int]], _Answer], least: int, limit: float, budget: float | None) -> BatchProposal:
     """Doubles the batch from `least` on until it does not fit `budget` bytes, and bisects once between the last two."""
     first = attempt([FIRST * least * 2**i for i in range(24)])
     fits, too_many, peak = first.fits, first.too_many, first.peak
@@ -129,10 +125,8 @@ def agreed(experiment: config.Experiment, own: BatchProposal, distribution: Dist
     """Returns the experiment with the batch for all workers: that in the chief's run folder, or one that fits all."""
     if not is_auto(experiment):
         return experiment
-    proposals = [
-        BatchProposal(*fields)
-        for fields in distribution.peers.gather("the batch that fits", [own.recorded, own.share, own.why])
-    ]
+    gathered = distribution.peers.gather("the batch that fits", dataclasses.astuple(own))
+    proposals = [BatchProposal(*fields) for fields in gathered]
     if proposals[0].recorded:
         logger.info(f"train.batch_size={proposals[0].recorded}, as found by the previous run")
         return with_batch(experiment, proposals[0].recorded)
@@ -146,7 +140,7 @@ def agreed(experiment: config.Experiment, own: BatchProposal, distribution: Dist
 class _Answer:
     """Result of a child."""
 
-    fits: int = 0
+    fits: int = 0  # examples per replica
     too_many: int = 0
     peak: int = 0  # bytes of all replicas of this worker with the batch that fits
     ended: bool = False  # it has tried all sizes
@@ -167,12 +161,11 @@ def _probe(work: dict, environ: dict[str, str], seconds: float) -> _Answer:
     )
     late = False
     try:
-        try:
-            lines, _ = child.communicate(json.dumps(work).encode(), seconds)
-        except subprocess.TimeoutExpired:
-            late = True
-            _kill(child)
-            lines, _ = child.communicate()
+        lines, _ = child.communicate(json.dumps(work).encode(), seconds)
+    except subprocess.TimeoutExpired:
+        late = True
+        _kill(child)
+        lines, _ = child.communicate()
     finally:
         _kill(child)
         child.wait()
@@ -185,12 +178,8 @@ def _parsed(lines: Sequence[str], code: int, late: bool) -> _Answer:
     for line in lines:
         with contextlib.suppress(ValueError):
             fields = json.loads(line)
-            trying = fields.get("trying", trying)
-            answer.too_many = fields.get("too_many", answer.too_many)
-            answer.error = fields.get("error", answer.error)
-            answer.ended = fields.get("ended", answer.ended)
-            if "fits" in fields:
-                answer.fits, answer.peak, trying = fields["fits"], fields["peak"], 0
+            trying = 0 if "fits" in fields else fields.pop("trying", trying)
+            answer = dataclasses.replace(answer, **fields)
     if code and not late:
         if trying:  # it was killed, or it crashed: out of memory
             answer.too_many = answer.too_many or trying
