@@ -136,7 +136,7 @@ def a_table(content, options, broken):
         read(folder, name=f"csv:{path}", options=options, on_error=broken, train_split="train", eval_split="test")
 
 
-TABLE = dict(content=tables(), options=CSV_OPTIONS, broken=st.sampled_from(config.ON_ERROR))
+TABLE = dict(content=tables(), options=CSV_OPTIONS, broken=st.sampled_from(config.CHOICES["data.on_error"]))
 
 
 @pytest.mark.whole
@@ -200,7 +200,7 @@ def a_folder_of_images(images, broken, size):
 
 PICTURES = dict(
     images=st.lists(IMAGES, min_size=1, max_size=3),
-    broken=st.sampled_from(config.ON_ERROR),
+    broken=st.sampled_from(config.CHOICES["data.on_error"]),
     size=st.sampled_from(["", "4", "4x6"]),
 )
 
@@ -273,7 +273,7 @@ def a_record_file(content, options, **data):
 RECORD_FILE = dict(
     content=record_files(),
     options=RECORD_OPTIONS,
-    broken=st.sampled_from(config.ON_ERROR),
+    broken=st.sampled_from(config.CHOICES["data.on_error"]),
     image_size=st.sampled_from(["", "4"]),
     cache=st.sampled_from(["auto", "stream"]),
 )
@@ -359,7 +359,7 @@ ARRAY_FILE = dict(
     ending_and_content=st.sampled_from(sorted(STORED)).flatmap(
         lambda ending: st.tuples(st.just(ending), st.one_of(alterations(STORED[ending]), st.binary(max_size=60)))
     ),
-    cache=st.sampled_from(config.CACHES),
+    cache=st.sampled_from(config.CHOICES["data.cache"]),
     options=st.one_of(st.just(""), adversary.mutated("shape=(2, 2), classes=3")),
 )
 
@@ -427,7 +427,7 @@ TAR_FILE = dict(
         st.sampled_from(["y=json", "y=json, field=a", "x=npy"]),
         adversary.mutated("x=png, y=cls"),
     ),
-    broken=st.sampled_from(config.ON_ERROR),
+    broken=st.sampled_from(config.CHOICES["data.on_error"]),
     cache=st.sampled_from(["auto", "stream"]),
 )
 

@@ -64,29 +64,26 @@ def steps(text: str, field: str = "data.augment") -> tuple[AugmentStep, ...]:
 
 
 def _step(node: ast.expr, field: str) -> AugmentStep:
-    called = isinstance(node, ast.Call) and not node.keywords
-    name = node.func if isinstance(node, ast.Call) else node
-    if not isinstance(name, ast.Name) or (isinstance(node, ast.Call) and not called):
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    if not isinstance(call.func, ast.Name) or call.keywords:
         raise ValueError
-    values = [ast.literal_eval(a) for a in node.args] if isinstance(node, ast.Call) else []
-    if name.id in ("normalize", "normalise"):
-        raise UserError(
-            f"{field}: {name.id} is left to the model, which takes inputs as they are stored", "leave it out"
-        )
-    if name.id not in _KNOWN:
-        raise UserError(f"unknown operation {name.id!r} in {field}{suggest(name.id, tuple(_KNOWN))}")
-    wanted = _KNOWN[name.id]
-    written = f"{name.id}({', '.join(a.name for a in wanted)})" if wanted else name.id
+    name, values = call.func.id, [ast.literal_eval(argument) for argument in call.args]
+    if name in ("normalize", "normalise"):
+        raise UserError(f"{field}: {name} is left to the model, which takes inputs as they are stored", "leave it out")
+    if name not in _KNOWN:
+        raise UserError(f"unknown operation {name!r} in {field}{suggest(name, tuple(_KNOWN))}")
+    wanted = _KNOWN[name]
+    written = f"{name}({', '.join(a.name for a in wanted)})" if wanted else name
     if len(values) != len(wanted):
-        raise UserError(f"{field}: {name.id} has {len(values)} arguments", f"write {written}")
+        raise UserError(f"{field}: {name} has {len(values)} arguments", f"write {written}")
     for argument, value in zip(wanted, values):
+        low, high = argument.low, argument.high
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or (argument.whole and not float(value).is_integer()):
-            kind = "a whole number" if argument.whole else "a number"
-            raise UserError(f"{field}: {argument.name} of {written} must be {kind}, got {value!r}")
-        if not argument.low <= value <= argument.high or (argument.above and value == argument.low):
-            bounds = (
-                f"{'above' if argument.above else 'from'} {argument.low:g} {'and at most' if argument.above else 'to'}"
-            )
-            raise UserError(f"{field}: {argument.name} of {written} must be {bounds} {argument.high:g}, got {value!r}")
-    return AugmentStep(name.id, tuple(float(v) for v in values))
+            allowed = "a whole number" if argument.whole else "a number"
+        elif not low <= value <= high or (argument.above and value == low):
+            allowed = f"above {low:g} and at most {high:g}" if argument.above else f"from {low:g} to {high:g}"
+        else:
+            continue
+        raise UserError(f"{field}: {argument.name} of {written} must be {allowed}, got {value!r}")
+    return AugmentStep(name, tuple(float(v) for v in values))

@@ -69,10 +69,8 @@ def check(field: str, path: str) -> None:
         return
     scheme, _, rest = path.partition("://")
     if re.search(r"[@?#\x00-\x1f]", rest):
-        raise UserError(
-            f"{field}={path} has more than a bucket and a folder",
-            "leave out '@', '?' and '#'; keys are taken from the environment or a profile",
-        )
+        what = f"{field}={path} has more than a bucket and a folder"
+        raise UserError(what, "leave out '@', '?' and '#'; keys are taken from the environment or a profile")
     parts = rest.removesuffix("/").split("/")
     if len(parts) < 2 or not all(parts) or {".", ".."} & set(parts):
         raise UserError(f"{field}={path} names no folder in a bucket", f"write {scheme}://bucket/folder")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-import sys
 from collections.abc import MutableMapping
 
 from tfdist.errors import UserError
@@ -65,11 +64,6 @@ def keep_nan() -> None:
 
     if in_use() == "onednn" and "remapping" not in tf.config.optimizer.get_experimental_options():
         tf.config.optimizer.set_experimental_options({"remapping": False})
-
-
-def is_imported() -> bool:
-    """Returns whether TensorFlow has been imported, so that asking comes too late."""
-    return "tensorflow" in sys.modules
 
 
 def instruction_sets(cpuinfo: pathlib.Path = _CPUINFO) -> tuple[str, ...]:

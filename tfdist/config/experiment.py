@@ -39,7 +39,6 @@ OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
     "muon", "nadam", "rmsprop", "sgd",
 )  # fmt: skip
-PRECISIONS = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
 SCHEDULES = {
     "constant": (),
     "cosine": ("end",),
@@ -48,14 +47,20 @@ SCHEDULES = {
     "exponential": ("end", "factor", "every"),
 }
 """Schedules, and what `optimizer.schedule_options` may say of each."""
-REDUCE_DTYPES = ("float32", "bfloat16", "float16")
-LR_SCALINGS = ("none", "linear", "sqrt")
-ON_NONFINITE = ("stop", "rollback")
-CACHES = ("auto", "memory", "stream")
+CHOICES = {
+    "optimizer.name": OPTIMIZERS,
+    "optimizer.schedule": tuple(SCHEDULES),
+    "optimizer.reduce_dtype": ("float32", "bfloat16", "float16"),
+    "optimizer.scale_learning_rate": ("none", "linear", "sqrt"),
+    "train.precision": ("float32", "float64", "mixed_bfloat16", "mixed_float16"),
+    "train.on_nonfinite": ("stop", "rollback"),
+    "data.cache": ("auto", "memory", "stream"),
+    "data.resize": ("crop", "stretch", "pad"),
+    "data.on_error": ("refuse", "skip"),
+}
+"""Values of the fields that take one of a few."""
 FILES = ("csv", "hf", "image_folder", "numpy", "parquet", "text", "tfrecord", "webdataset")
 """Prefixes of `data.name` for files, as in `image_folder:/path`."""
-RESIZES = ("crop", "stretch", "pad")
-ON_ERROR = ("refuse", "skip")
 
 
 # The defaults are those of the digits experiment, which runs without a config.

@@ -205,10 +205,8 @@ def check_local(field: str, path: str, also: tuple[str, ...] = ()) -> None:
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", path)
     if scheme:
         known = "".join(f", {name}://" for name in also)
-        raise UserError(
-            f"{field}={path} is a URL ({scheme[1]}:), and only paths on this machine{known} are supported",
-            "mount it, or copy it here and give its path",
-        )
+        what = f"{field}={path} is a URL ({scheme[1]}:), and only paths on this machine{known} are supported"
+        raise UserError(what, "mount it, or copy it here and give its path")
 
 
 def is_reference(name: str) -> bool:

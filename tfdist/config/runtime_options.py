@@ -48,45 +48,39 @@ class PlacementOptions:
 
     def __post_init__(self):
         _check_choices(self)
-        for field in ("virtual_devices", "threads"):
-            value = getattr(self, field)
+        for field, value in (("virtual_devices", self.virtual_devices), ("threads", self.threads)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"--{field} must be a whole number of at least 1, got {value}")
             if value is not None and value > MOST_THREADS:
                 raise UserError(f"--{field} must be at most {MOST_THREADS}, got {value}")
-        for field in ("start_timeout", "stall_timeout"):
-            if not getattr(self, field) > 0:
-                raise UserError(f"--{field} must be a positive number of seconds, got {getattr(self, field)}")
+        for field, seconds in (("start_timeout", self.start_timeout), ("stall_timeout", self.stall_timeout)):
+            if not seconds > 0:
+                raise UserError(f"--{field} must be a positive number of seconds, got {seconds}")
         if self.bucket_bytes is not None and self.bucket_bytes < 0:
             raise UserError(f"--bucket_bytes must not be negative, got {self.bucket_bytes}")
         if not re.fullmatch(r"all|none|idle:[1-9]\d*|\d+(,\d+)*", self.devices):
             raise UserError(
                 f"--devices={self.devices} is not understood", "use all, none, driver numbers such as 0,3, or idle:2"
             )
-        self._check_tpu()
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,200}", self.tpu):
+            raise UserError(f"--tpu={self.tpu} is not understood", "use local, or the name of a TPU in the Cloud")
+        if self.tpu != "local" or self.strategy == "tpu":
+            self._check_tpu()
         numbers = self.devices.split(",")
         if len(set(numbers)) != len(numbers):
             raise UserError(f"--devices={self.devices} names a device twice", "name each once")
         if self.virtual_devices and self.devices not in ("all", "none"):
-            raise UserError(
-                f"--virtual_devices={self.virtual_devices} splits the CPU and --devices={self.devices} picks GPUs",
-                "use one",
-            )
+            given = f"--virtual_devices={self.virtual_devices} splits the CPU and --devices={self.devices} picks GPUs"
+            raise UserError(given, "use one")
         if self.virtual_devices and self.virtual_devices > 1 and self.strategy == "default":
-            raise UserError(
-                f"--strategy=default uses one device, --virtual_devices={self.virtual_devices} asks for more",
-                "use --strategy=mirrored",
-            )
+            given = f"--virtual_devices={self.virtual_devices} asks for more"
+            raise UserError(f"--strategy=default uses one device, {given}", "use --strategy=mirrored")
 
     def _check_tpu(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,200}", self.tpu):
-            raise UserError(f"--tpu={self.tpu} is not understood", "use local, or the name of a TPU in the Cloud")
-        if self.tpu != "local" and self.strategy not in ("auto", "tpu"):
+        if self.strategy not in ("auto", "tpu"):
             raise UserError(
                 f"--tpu={self.tpu} asks for a TPU and --strategy={self.strategy} uses none", "leave one out"
             )
-        if self.strategy != "tpu" and self.tpu == "local":
-            return
         for field, given in (("virtual_devices", self.virtual_devices), ("devices", self.devices)):
             if given not in (None, "all"):
                 raise UserError(f"--{field}={given} is for CPUs and GPUs, and a TPU is used as a whole", "leave it out")
@@ -132,22 +126,16 @@ class DisplayOptions:
 
     def __post_init__(self):
         _check_choices(self)
-        self._check_profile()
-
-    def _check_profile(self) -> None:
         if not self.profile:
             return
         bounds = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.profile)
         if not bounds or int(bounds[1]) > int(bounds[2]):
-            raise UserError(
-                f"--profile={self.profile} is not understood", "write the first and the last update, such as 20:30"
-            )
+            fix = "write the first and the last update, such as 20:30"
+            raise UserError(f"--profile={self.profile} is not understood", fix)
         count = int(bounds[2]) - int(bounds[1]) + 1
         if count > MOST_PROFILED:
-            raise UserError(
-                f"--profile={self.profile} is {count} updates, a trace that no browser opens",
-                f"choose at most {MOST_PROFILED}",
-            )
+            what = f"--profile={self.profile} is {count} updates, a trace that no browser opens"
+            raise UserError(what, f"choose at most {MOST_PROFILED}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,26 +150,17 @@ class Environment(DisplayOptions, ResumeOptions, PlacementOptions):
     def __post_init__(self):
         for part in (PlacementOptions, ResumeOptions, DisplayOptions):
             part.__post_init__(self)
-        self._check_search()
-        self._check_topology()
-
-    def _check_search(self) -> None:
         unused = {"resume": self.resume == "require", "resume_changed": self.resume_changed, "requeue": self.requeue}
         unused |= {"profile": bool(self.profile), "dry_run": self.dry_run}
         if self.find_learning_rate and any(unused.values()):
             name = next(name for name, present in unused.items() if present)
             raise UserError(f"--find_learning_rate does not train, so --{name} has no effect", "leave it out")
-
-    def _check_topology(self) -> None:
-        if not self.topology:
-            return
-        if not self.dry_run:
+        if self.topology and not self.dry_run:
             raise UserError(f"--topology={self.topology} compiles ahead of time and requires --dry_run")
-        if self.strategy not in ("auto", "default") or self.devices not in ("all", "none") or self.virtual_devices:
-            raise UserError(
-                f"--topology={self.topology} says on which devices",
-                "leave out --strategy, --devices and --virtual_devices",
-            )
+        elsewhere = self.strategy not in ("auto", "default") or self.devices not in ("all", "none")
+        if self.topology and (elsewhere or self.virtual_devices):
+            fix = "leave out --strategy, --devices and --virtual_devices"
+            raise UserError(f"--topology={self.topology} says on which devices", fix)
 
 
 def names(options: type) -> tuple[str, ...]:
@@ -234,14 +213,9 @@ def define_flags() -> None:
         default = getattr(Environment(), name)
         if name in CHOICES:
             flags.DEFINE_enum(name, default, CHOICES[name], text)
-        elif isinstance(default, bool):
-            flags.DEFINE_bool(name, default, text)
-        elif isinstance(default, str):
-            flags.DEFINE_string(name, default, text)
-        elif isinstance(default, float):
-            flags.DEFINE_float(name, default, text)
-        else:
-            flags.DEFINE_integer(name, default, text)
+        else:  # those without a default are whole numbers
+            kinds: dict[type, Any] = {bool: flags.DEFINE_bool, str: flags.DEFINE_string, float: flags.DEFINE_float}
+            kinds.get(type(default), flags.DEFINE_integer)(name, default, text)
 
 
 def from_flags(values: flags.FlagValues) -> Environment:

@@ -228,9 +228,7 @@ def better(text: str, field: str = "checkpoint.best") -> Aim:
         loss = name.endswith("loss")  # also of an output with any name
         grows, shrinks = not loss and bool(_GROWS.search(name)), loss or bool(_SHRINKS.search(name))
         if grows == shrinks:
-            raise UserError(
-                f"{field}={text!r} does not tell whether less or more of it is better",
-                f"write min {name} or max {name}",
-            )
+            what = f"{field}={text!r} does not tell whether less or more of it is better"
+            raise UserError(what, f"write min {name} or max {name}")
         mode = "max" if grows else "min"
     return Aim(name, 1 if mode == "max" else -1)

@@ -10,26 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tfdist.config import (
-    APPLICATIONS,
-    CACHES,
-    FILE,
-    LR_SCALINGS,
-    MODELS,
-    ON_ERROR,
-    ON_NONFINITE,
-    OPTIMIZERS,
-    PRECISIONS,
-    REDUCE_DTYPES,
-    RESIZES,
-    SCHEDULES,
-    Experiment,
-    Model,
-    augment_syntax,
-    buckets,
-    field_syntax,
-    training_objects,
-)
+from tfdist import config
+from tfdist.config import Experiment, Model, augment_syntax, buckets, field_syntax, training_objects
 from tfdist.errors import UserError
 
 OF_FIELDS = {
@@ -42,19 +24,7 @@ OF_FIELDS = {
 }
 """Arguments of an optimizer that are fields of their own; in its options one of both would be ignored."""
 
-LONGEST_NAME = 200
-"""Bytes in the name of an experiment; file systems take 255 in that of a folder, with what comes before and after."""
-_CHOICES = {
-    "optimizer.name": OPTIMIZERS,
-    "optimizer.schedule": tuple(SCHEDULES),
-    "optimizer.reduce_dtype": REDUCE_DTYPES,
-    "optimizer.scale_learning_rate": LR_SCALINGS,
-    "train.precision": PRECISIONS,
-    "train.on_nonfinite": ON_NONFINITE,
-    "data.cache": CACHES,
-    "data.resize": RESIZES,
-    "data.on_error": ON_ERROR,
-}
+LONGEST_NAME = 200  # bytes; file systems take 255 in the name of a folder, with what comes before and after
 _FROM_ONE = ("eval.batch_size", "train.accumulate", "train.max_rollbacks", "checkpoint.keep")
 _FROM_ZERO = (
     "train.epochs", "train.steps", "train.steps_per_call", "train.virtual_replicas", "train.patience",
@@ -72,20 +42,22 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 def validate(experiment: object) -> Experiment:
     """Checks an experiment."""
     if not isinstance(experiment, Experiment):
-        raise UserError(
-            f"get_config() of --config must return a tfdist.config.Experiment, got {type(experiment).__name__}",
-            "see configs/digits.py",
-        )
+        what = f"get_config() of --config must return a tfdist.config.Experiment, got {type(experiment).__name__}"
+        raise UserError(what, "see configs/digits.py")
     _types(experiment)
     _model(experiment.model)
-    for field, choices in _CHOICES.items():
+    for field, choices in config.CHOICES.items():
         value = operator.attrgetter(field)(experiment)
         function = field == "optimizer.name"
         if value not in choices and not (function and field_syntax.is_reference(value)):
             text = f"unknown {field} {value!r}{field_syntax.suggest(value, choices)}"
             raise UserError(text + (", or package.module:function" if function else ""))
     _parse_texts(experiment)
-    _name(experiment.name)
+    if not re.fullmatch(r"[\w.-]+", experiment.name) or experiment.name in (".", ".."):
+        raise UserError(f"name={experiment.name!r} becomes a folder", "use letters, digits, '_', '-' and '.'")
+    if len(experiment.name.encode()) > LONGEST_NAME:
+        length = f"has {len(experiment.name)} characters"
+        raise UserError(f"name={experiment.name[:20]!r}... becomes a folder and {length}", "use fewer")
     for field in (*_FROM_ONE, *_FROM_ZERO):
         number = operator.attrgetter(field)(experiment)
         if number < (field in _FROM_ONE):
@@ -125,9 +97,8 @@ def _combinations(experiment: Experiment) -> None:
     """Refuses fields that contradict each other."""
     train, optimizer = experiment.train, experiment.optimizer
     if bool(train.epochs) == bool(train.steps):
-        raise UserError(
-            f"give either train.epochs or train.steps and 0 for the other, got {train.epochs} and {train.steps}"
-        )
+        given = f"got {train.epochs} and {train.steps}"
+        raise UserError(f"give either train.epochs or train.steps and 0 for the other, {given}")
     if (optimizer.scale_learning_rate == "none") != (optimizer.base_batch == 0):
         raise UserError(
             f"optimizer.scale_learning_rate={optimizer.scale_learning_rate} and "
@@ -139,11 +110,8 @@ def _combinations(experiment: Experiment) -> None:
             "train.on_nonfinite=rollback goes back to a checkpoint: it cannot be used with checkpoint.every=off"
         )
     if train.virtual_replicas and not train.batch_size:
-        raise UserError(
-            "train.batch_size=auto depends on the memory of this machine, and train.virtual_replicas are for the same "
-            "bits on any",
-            "give a number",
-        )
+        exact = "train.virtual_replicas are for the same bits on any"
+        raise UserError(f"train.batch_size=auto depends on the memory of this machine, and {exact}", "give a number")
     if train.virtual_replicas and optimizer.reduce_dtype != "float32":
         raise UserError(
             f"optimizer.reduce_dtype={optimizer.reduce_dtype} cannot be used with train.virtual_replicas, "
@@ -156,24 +124,15 @@ def _combinations(experiment: Experiment) -> None:
         )
 
 
-def _name(name: str) -> None:
-    """Checks that the name can be that of a folder in `runs`, and leaves room for what is added to it."""
-    if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
-        raise UserError(f"name={name!r} becomes a folder", "use letters, digits, '_', '-' and '.'")
-    if len(name.encode()) > LONGEST_NAME:
-        raise UserError(f"name={name[:20]!r}... becomes a folder and has {len(name)} characters", "use fewer")
-
-
 def _types(group: object, above: str = "") -> None:
     """Checks that each field of a dataclass has its type, as from the command line; a config file may give any."""
     for field in dataclasses.fields(group):  # type: ignore[arg-type]
         kind: Any = field.type
         name, value = above + field.name, getattr(group, field.name)
-        if dataclasses.is_dataclass(value) and isinstance(value, kind):
+        fits = isinstance(value, (int, float) if kind is float else kind)
+        if dataclasses.is_dataclass(value) and fits:
             _types(value, f"{name}.")
-        elif not isinstance(value, (int, float) if kind is float else kind) or (
-            isinstance(value, bool) and kind is not bool
-        ):
+        elif not fits or (isinstance(value, bool) and kind is not bool):
             known = {str: "text in quotes", int: "a whole number", float: "a number", bool: "True or False"}
             words = known.get(kind) or f"a tfdist.config.{kind.__name__}"
             raise UserError(f"{name} must be {words}, got {value!r}")
@@ -185,21 +144,21 @@ def _model(model: Model) -> None:
     name = model.name
     for field, path in (("model.name", name), ("model.weights", model.weights)):
         field_syntax.check_local(field, path)
-    if name.endswith(FILE):
+    if name.endswith(config.FILE):
         _file("model.name", name)
         for field, value in (("model.options", model.options), ("model.weights", model.weights)):
             if value:
                 raise UserError(f"{field}={value!r} does not go with a model from a file ({name})", "leave it out")
-    elif not (name in MODELS or name in APPLICATIONS or field_syntax.is_reference(name)):
-        lower = {known.lower(): known for known in (*APPLICATIONS, *MODELS)}
+    elif not (name in config.MODELS or name in config.APPLICATIONS or field_syntax.is_reference(name)):
+        lower = {known.lower(): known for known in (*config.APPLICATIONS, *config.MODELS)}
         near = difflib.get_close_matches(name.lower(), lower, n=1)
         hint = f": did you mean {lower[near[0]]!r}? Known" if near else ": known"
         raise UserError(
-            f"unknown model.name {name!r}{hint} are {', '.join(MODELS)}, those of keras.applications such as ResNet50, "
-            "a .keras file, or package.module:function"
+            f"unknown model.name {name!r}{hint} are {', '.join(config.MODELS)}, those of keras.applications such as "
+            "ResNet50, a .keras file, or package.module:function"
         )
     if model.weights:
-        if not model.weights.endswith((FILE, ".h5")):
+        if not model.weights.endswith((config.FILE, ".h5")):
             raise UserError(
                 f"model.weights={model.weights!r} is no file of Keras", "give a .keras, .weights.h5 or .h5 file"
             )

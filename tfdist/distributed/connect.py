@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import re
+import sys
 from collections.abc import Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,7 @@ def create(placement: Placement, facts: Mapping[str, str] | None = None) -> Dist
       UserError: TensorFlow does not see the devices, or was started before; or the workers did not all come, or differ.
     """
     where, name, workers = placement.options, placement.choice.name, placement.cluster
-    late = cpu_kernels.is_imported()
+    late = "tensorflow" in sys.modules
     cpu_kernels.ask_for(where.cpu_kernels)
     if not late:
         compiles = where.jit == "on" or (where.jit == "auto" and bool(placement.selection.gpus)) or name == "tpu"

@@ -33,10 +33,8 @@ def check_data(experiment: config.Experiment, spec: Spec, trained: Spec) -> None
     if spec.columns != trained.columns:
         pairs = zip(spec.columns, trained.columns)
         odd_one = next((mine.name for mine, its in pairs if mine != its), f"there are {len(spec.columns)}")
-        raise UserError(
-            f"{what} has other columns than the model was trained on, or other statistics of them ({odd_one})",
-            "choose data of the same table",
-        )
+        what = f"{what} has other columns than the model was trained on, or other statistics of them ({odd_one})"
+        raise UserError(what, "choose data of the same table")
 
 
 def check_inputs(model: keras.Model, experiment: config.Experiment, spec: Spec) -> None:
@@ -57,10 +55,8 @@ def for_own_loss(model: keras.Model, data: Loaded, source: str) -> Loaded:
     from tfdist.data.sources import one_hot
 
     if not model.compiled or model.loss is None:
-        raise UserError(
-            f"--model={source} was saved without a loss and metrics",
-            "compile the model before it is saved, or give the --workdir of its run",
-        )
+        what = f"--model={source} was saved without a loss and metrics"
+        raise UserError(what, "compile the model before it is saved, or give the --workdir of its run")
     name = loss_name(model)
     shape: object = getattr(model, "output_shape", None)
     # All of Keras' losses but the sparse ones compare rows with rows; some would do so with numbers, and mean nothing.

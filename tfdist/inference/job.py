@@ -186,10 +186,8 @@ def new_rows(experiment: config.Experiment, spec: Spec, requested: ModelRequest,
 
     kind, _, path = experiment.data.name.partition(":")
     if kind not in ("csv", "parquet"):
-        raise UserError(
-            f"data.name={experiment.data.name!r} is no table, and the model was trained on one",
-            "give csv:PATH or parquet:PATH",
-        )
+        what = f"data.name={experiment.data.name!r} is no table, and the model was trained on one"
+        raise UserError(what, "give csv:PATH or parquet:PATH")
     if "config.data.eval_split" in requested.changes:
         raise UserError("all rows of another table are taken", "leave out --config.data.eval_split")
     experiment.data.eval_split = "train"  # the name of a lone file, for messages

@@ -113,10 +113,8 @@ def request(
         raise UserError("the experiment of --workdir is in the run folder", "leave out --config, and set single fields")
     for name in changes:
         if not name.startswith(CHANGEABLE):
-            raise UserError(
-                f"--{name} changes nothing once a model is trained",
-                "leave it out (--config.data.* and --config.eval.batch_size can be set)",
-            )
+            what = f"--{name} changes nothing once a model is trained"
+            raise UserError(what, "leave it out (--config.data.* and --config.eval.batch_size can be set)")
     return ModelRequest(workdir, model, checkpoint, validation.validate(experiment), dict(changes), trust_code)
 
 
@@ -253,10 +251,8 @@ def _from_file(requested: ModelRequest, plain: keras.Model) -> Weights:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         expected = ""
     if not expected:
-        raise UserError(
-            f"{requested.name}/result.json has no checksum of {MODEL}, so the run has not completed",
-            f"use --checkpoint=latest, or --model={requested.shown(path)} for that file as it is",
-        )
+        what = f"{requested.name}/result.json has no checksum of {MODEL}, so the run has not completed"
+        raise UserError(what, f"use --checkpoint=latest, or --model={requested.shown(path)} for that file as it is")
     _check_archive(path, requested.shown(path))
     try:
         with _optimizer_left_out():

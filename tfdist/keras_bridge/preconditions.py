@@ -194,8 +194,7 @@ def activity_is_a_mean() -> bool:
 
 def reduce_dtype(name: str, distribution: Distribution) -> None:
     """Refuses a type in which gradients cannot travel."""
-    if name not in config.REDUCE_DTYPES:
-        raise UserError(f"unknown reduce_dtype {name!r}{field_syntax.suggest(name, config.REDUCE_DTYPES)}")
+    among("reduce_dtype", name, config.CHOICES["optimizer.reduce_dtype"])
     if name in (*distribution.lacks, *distribution.unsummed):
         instead = "bfloat16" if name == "float16" else "float16"
         raise UserError(f"reduce_dtype={name!r} cannot be used with --strategy={distribution.name}", f"use {instead}")
@@ -216,8 +215,7 @@ def among(name: str, choice: str, choices: tuple[str, ...]) -> None:
 
 def on_nonfinite(choice: str, checkpoints: bool) -> None:
     """Refuses an unknown choice, and a rollback without `checkpoints`."""
-    if choice not in config.ON_NONFINITE:
-        raise UserError(f"unknown on_nonfinite {choice!r}{field_syntax.suggest(choice, config.ON_NONFINITE)}")
+    among("on_nonfinite", choice, config.CHOICES["train.on_nonfinite"])
     if choice == "rollback" and not checkpoints:
         raise UserError("on_nonfinite='rollback' goes back to a checkpoint", "give fit checkpoints")
 

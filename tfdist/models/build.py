@@ -44,10 +44,8 @@ def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> ker
     for layer in batch_norm.batch_norms(model):
         layer.synchronized = wanted.sync_batch_norm  # read when the layer is called
     if (wanted.weights or wanted.freeze) and not model.built:
-        raise UserError(
-            "model.weights and model.freeze need a model whose layers are there already",
-            f"build {wanted.name} in its function",
-        )
+        what = "model.weights and model.freeze need a model whose layers are there already"
+        raise UserError(what, f"build {wanted.name} in its function")
     if wanted.weights:
         line = pretrained.take(model, wanted.weights)
         if not quiet:
@@ -70,10 +68,8 @@ def compiled(
     if model.compiled:
         for field, value in (("train.loss", train.loss), ("train.metrics", train.metrics)):
             if value:
-                raise UserError(
-                    f"{field}={value!r}, and model.name={experiment.model.name!r} compiles the model itself",
-                    "leave out one of them",
-                )
+                what = f"{field}={value!r}, and model.name={experiment.model.name!r} compiles the model itself"
+                raise UserError(what, "leave out one of them")
     if model.compiled or data.spec.classes is None:
         if data.train.mixes:
             raise UserError(
@@ -82,10 +78,8 @@ def compiled(
                 "leave out mixup and cutmix",
             )
         if train.label_smoothing:
-            raise UserError(
-                f"train.label_smoothing={train.label_smoothing} is for classification with tfdist's own loss",
-                "set it to 0",
-            )
+            what = f"train.label_smoothing={train.label_smoothing} is for classification with tfdist's own loss"
+            raise UserError(what, "set it to 0")
     if model.compiled:
         if model.dtype_policy.name == "mixed_float16":
             model.optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
@@ -161,10 +155,8 @@ def _check_outputs(name: str, model: keras.Model, classes: int, loss: str) -> No
         return
     activation = objective.ends_with_probabilities(model)
     if activation and not loss:
-        raise UserError(
-            f"model.name={name!r} ends with {activation}, and tfdist's own loss takes logits",
-            "leave that activation out, or set train.loss",
-        )
+        what = f"model.name={name!r} ends with {activation}, and tfdist's own loss takes logits"
+        raise UserError(what, "leave that activation out, or set train.loss")
     units = outputs[0].shape[-1]
     alone = bool(loss) and (units, classes) == (1, 2)  # one score, for the second class
     if units is not None and units < classes and not alone:

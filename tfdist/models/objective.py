@@ -47,10 +47,8 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> LossA
     else:
         rows = bool(_takes_rows(spec, model))
     if mixes and not rows:
-        raise UserError(
-            f"data.augment={experiment.data.augment!r} mixes classes, and train.loss={spec.name} takes class numbers",
-            "leave out mixup and cutmix, or use categorical_crossentropy",
-        )
+        what = f"data.augment={experiment.data.augment!r} mixes classes, and train.loss={spec.name} takes class numbers"
+        raise UserError(what, "leave out mixup and cutmix, or use categorical_crossentropy")
     if smoothing:
         fitting["label_smoothing"] = _smoothing(spec, smoothing)
     for metric in metrics:
@@ -111,10 +109,8 @@ def _check_targets(metric: KerasObjectSpec, takes_rows: bool | None, rows: bool)
             "use one without sparse "
             "in its name, or set train.label_smoothing=0 and leave out mixup, cutmix and a categorical train.loss",
         )
-    raise UserError(
-        f"train.metrics: {metric.name} takes rows of 0 and 1, and the loss class numbers",
-        "use one with sparse in its name, or a train.loss with categorical in its name",
-    )
+    what = f"train.metrics: {metric.name} takes rows of 0 and 1, and the loss class numbers"
+    raise UserError(what, "use one with sparse in its name, or a train.loss with categorical in its name")
 
 
 def _smoothing(spec: KerasObjectSpec, smoothing: float) -> float:

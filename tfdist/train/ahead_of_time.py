@@ -65,10 +65,8 @@ def check(where: Environment, batch: int) -> None:
     topology = known.find(where.topology)
     environment.python(topology.compilers, f"--topology={topology.name}")
     if batch == AUTO:
-        raise UserError(
-            "train.batch_size=auto looks for a batch on this machine",
-            "give a number, and --topology names the largest that fits where that one does not",
-        )
+        what = "train.batch_size=auto looks for a batch on this machine"
+        raise UserError(what, "give a number, and --topology names the largest that fits where that one does not")
 
 
 def locate(where: Environment) -> connect.Placement:

@@ -104,10 +104,8 @@ def char_transformer(spec: Spec, width: int = 64, heads: int = 4, depth: int = 2
     layers.needs_sequence("char_transformer", spec)
     layers.divides(width, heads)
     if _tokens(spec) > BYTES:
-        raise UserError(
-            f"model.name='char_transformer' is for bytes, and the data needs {_tokens(spec)} tokens",
-            "use model.name=gpt",
-        )
+        what = f"model.name='char_transformer' is for bytes, and the data needs {_tokens(spec)} tokens"
+        raise UserError(what, "use model.name=gpt")
     length = spec.shape[0]
     tokens = keras.Input((length,), dtype="int32")
     x = keras.layers.Embedding(BYTES, width, mask_zero=True)(tokens)
