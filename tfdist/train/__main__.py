@@ -105,18 +105,17 @@ def _run(
     if environment.find_learning_rate:
         from tfdist.train import rate_search
 
-        prepared = prepare(*arguments, rate_search.plan)
-        rate_search.run(prepared, environment.check_agreement, folder, distribution)
+        rate_search.run(prepare(*arguments, rate_search.plan))
         return None
     prepared = prepare(*arguments)
     if environment.dry_run:
         from tfdist.train import dry_run
 
-        dry_run.rehearse(prepared, environment, placement, folder, distribution)
+        dry_run.rehearse(prepared)
         return None
     from tfdist.train.run import Run
 
-    return Run(prepared, environment, placement, folder, distribution).train()
+    return Run(prepared).train()
 
 
 def _main(argv: list[str]) -> int:

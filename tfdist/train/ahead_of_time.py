@@ -55,16 +55,13 @@ def largest_fit(
     return Fit(fits * parts, too_many * parts, next(enough, 0))
 
 
-AUTO = 0  # `train.batch_size=auto` as a number
-
-
 def check(where: Environment, batch: int) -> None:
     """Raises UserError for an unknown topology, or one whose compilers are missing; before anything is prepared."""
     if not where.topology:
         return
     topology = known.find(where.topology)
     environment.python(topology.compilers, f"--topology={topology.name}")
-    if batch == AUTO:
+    if not batch:  # auto
         what = "train.batch_size=auto looks for a batch on this machine"
         raise UserError(what, "give a number, and --topology names the largest that fits where that one does not")
 
@@ -91,16 +88,10 @@ def create(placement: connect.Placement, topology: str, facts: dict[str, str]) -
     return program.distribution(spec.replicas, device, placement.choice.reason)
 
 
-def available(name: str) -> dict[str, float]:
-    """Returns the bytes for one replica on a topology, by the name of its device."""
-    topology = known.find(name)
-    return {f"a {topology.device} of --topology={name}": topology.memory}
-
-
-def rehearse(prepared: Preparation, distribution: Distribution, name: str) -> list[str]:
+def rehearse(prepared: Preparation) -> list[str]:
     """Compiles the update, and returns the compiler's figures as lines for a terminal."""
-    topology, train = known.find(name), prepared.experiment.train
-    exported = _export(prepared, distribution, train.batch_size, train.accumulate)
+    topology, train = known.find(prepared.environment.topology), prepared.experiment.train
+    exported = _export(prepared, train.batch_size, train.accumulate)
     result = compiler.compiled(exported, topology)
     if result.needs <= topology.memory:
         bound = roofline(_counted(result, prepared, exported.rows), train.batch_size, train.precision, topology)
@@ -108,7 +99,7 @@ def rehearse(prepared: Preparation, distribution: Distribution, name: str) -> li
 
     def needs(batch: int, accumulate: int) -> float:
         logger.info(f"it does not fit: trying a batch of {batch} in {accumulate} micro-batches")
-        return compiler.compiled(_export(prepared, distribution, batch, accumulate), topology).needs
+        return compiler.compiled(_export(prepared, batch, accumulate), topology).needs
 
     fit = largest_fit(
         needs, train.batch_size, topology.replicas, train.accumulate, max(1, result.needs), topology.memory
@@ -191,7 +182,7 @@ def _caveats(prepared: Preparation, topology: known.Topology) -> list[str]:
     return [f"  {'note':<12} {text}"]
 
 
-def _export(prepared: Preparation, distribution: Distribution, batch: int, accumulate: int) -> Program:
+def _export(prepared: Preparation, batch: int, accumulate: int) -> Program:
     """Returns the program of an update of this experiment, as in `fit`."""
     from tfdist.data import sources
     from tfdist.keras_bridge import preconditions
@@ -199,6 +190,7 @@ def _export(prepared: Preparation, distribution: Distribution, batch: int, accum
     from tfdist.topology import program
 
     model, optimizer, source = prepared.model, prepared.experiment.optimizer, prepared.data.train
+    distribution = prepared.distribution
     preconditions.model_fits(model, distribution, accumulate)
     if prepared.class_weights:
         source = sources.weigh_classes(source, prepared.class_weights)

@@ -11,63 +11,54 @@ import psutil
 
 from tfdist import config
 from tfdist.checkpoints import resume, training_run
-from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import field_syntax
-from tfdist.config.runtime_options import Environment
 from tfdist.config.schedule import Plan
 from tfdist.data.batch_layout import Layout
-from tfdist.data.loaded import Loaded
-from tfdist.distributed.connect import Placement
-from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.gpus import DriverGPU
 from tfdist.errors import UserError, shown
 from tfdist.keras_bridge import keras_internals
 from tfdist.models import layerwise_rates
 from tfdist.step import step_calls
+from tfdist.topology import known
 from tfdist.train import ahead_of_time, early_stopping
 from tfdist.train.ahead_of_time import sized
 from tfdist.train.preparation import Preparation
 
 
-def rehearse(
-    prepared: Preparation, environment: Environment, placement: Placement, folder: RunFolder, distribution: Distribution
-) -> None:
+def rehearse(prepared: Preparation) -> None:
     """Prints the plan of a prepared run."""
-    experiment, model, topology = prepared.experiment, prepared.model, environment.topology
+    distribution, model, topology = prepared.distribution, prepared.model, prepared.environment.topology
     if topology:
-        limits = ahead_of_time.available(topology)
+        spec = known.find(topology)
+        limits: Mapping[str, float] = {f"a {spec.device} of --topology={topology}": spec.memory}
     else:
-        limits = available(len(distribution.devices), placement.selection.gpus)
+        limits = available(len(distribution.devices), prepared.placement.selection.gpus)
     with distribution.scope():
         needs = memory(model, limits)
-    if metrics := early_stopping.monitored(experiment, model):
+    if metrics := early_stopping.monitored(prepared.experiment, model):
         # Builds the metrics, as a training does.
         step_calls.step_of(model, distribution, prepared.data.train).prepare_training()
         early_stopping.check_measured(metrics, model)
     if distribution.is_chief:
         if prepared.resumes and not prepared.checkpoints.off:
-            _check_resume(prepared, environment, folder)
-        intent = resume.intent(folder, prepared.resumes)
-        rows = lines(experiment, prepared.schedule, model, prepared.data, needs, intent)
-        print("\n".join(map(shown, rows)), flush=True)
+            _check_resume(prepared)
+        print("\n".join(map(shown, lines(prepared, needs))), flush=True)
     if topology:
-        print("\n".join(ahead_of_time.rehearse(prepared, distribution, topology)), flush=True)
+        print("\n".join(ahead_of_time.rehearse(prepared)), flush=True)
 
 
-def _check_resume(prepared: Preparation, environment: Environment, folder: RunFolder) -> None:
+def _check_resume(prepared: Preparation) -> None:
     """Reads the checkpoint that the run would resume from."""
-    schedule, source, identity = prepared.schedule, prepared.data.train, {}
-    if source.size is not None:  # else only the feed knows its batches
-        identity = training_run.identity(
-            schedule.global_batch, schedule.updates_per_epoch, prepared.experiment.seed, source.size
-        )
+    schedule, seed, size, identity = prepared.schedule, prepared.experiment.seed, prepared.data.train.size, {}
+    if size is not None:  # else only the feed knows its batches
+        identity = training_run.identity(schedule.global_batch, schedule.updates_per_epoch, seed, size)
     resume.choose(
-        folder.checkpoints,
+        prepared.folder.checkpoints,
         identity,
         config.flat(prepared.experiment),
-        environment.resume_changed,
-        folder.storage,
-        required=environment.resume == "require",
+        prepared.environment.resume_changed,
+        prepared.folder.storage,
+        required=prepared.environment.resume == "require",
         read_only=True,
     )
 
@@ -108,10 +99,9 @@ def available(replicas: int, gpus: tuple[DriverGPU, ...]) -> dict[str, float]:
     return {f"GPU {g.number} ({g.name})": g.memory_total * 2**20 for g in gpus if g.memory_total > 0}
 
 
-def lines(
-    experiment: config.Experiment, plan: Plan, model: keras.Model, data: Loaded, needs: Memory, folder: str
-) -> list[str]:
-    """Returns the plan as lines for a terminal of 80 columns; `folder` describes what happens to the run folder."""
+def lines(prepared: Preparation, needs: Memory) -> list[str]:
+    """Returns the plan as lines for a terminal of 80 columns."""
+    experiment, plan, model, data = prepared.experiment, prepared.schedule, prepared.model, prepared.data
     train, optimizer, checkpoint = experiment.train, experiment.optimizer, experiment.checkpoint
     layout = Layout(plan.global_batch, plan.replicas, plan.accumulate)
     tail = plan.examples % plan.global_batch
@@ -135,7 +125,7 @@ def lines(
         ("memory", size),
         ("", f"optimizer {sized(needs.optimizer)}; activations come on top"),
         *((name, text) for name in ("loss", "metrics", "callbacks") if (text := getattr(train, name))),
-        ("folder", folder),
+        ("folder", resume.intent(prepared.folder, prepared.resumes)),
     ]
     return [f"  {name:<12} {text}" for name, text in rows]
 

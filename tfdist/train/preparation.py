@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import keras
 
 from tfdist import config
 from tfdist.checkpoints import files, manager, oom_note, resume
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.config import field_syntax
 from tfdist.config import schedule as schedule_lib
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment, ResumeOptions
@@ -29,6 +31,10 @@ from tfdist.train import batch_size_search
 class Preparation:
     """A run on one worker, ready to train."""
 
+    environment: Environment
+    placement: Placement
+    folder: RunFolder
+    distribution: Distribution
     experiment: config.Experiment
     """As it will run: with the batch that was found, and the micro-batches that an earlier attempt needed."""
     recovered_accumulate: int  # micro-batches that an earlier attempt, out of memory, has recorded; 0 if none did
@@ -41,12 +47,25 @@ class Preparation:
     profiled: tuple[int, int]  # first and last update of the profile, (0, 0) for none
     resumes: bool  # the run resumes the earlier one in its folder
 
-    def check_agreement(self, flag: str) -> str:
-        """Returns the flag, or `off` for `auto` and a model whose replicas normalize by themselves, as configured."""
-        accepted = (
-            not self.experiment.model.sync_batch_norm and not self.experiment.train.virtual_replicas
-        )  # which need it so
-        return "off" if flag == "auto" and accepted else flag
+    def fit_options(self) -> dict[str, Any]:
+        """Returns the arguments of `fit` that a training has in common with a test of learning rates."""
+        experiment, train, agreement = self.experiment, self.experiment.train, self.environment.check_agreement
+        # Replicas that normalize by themselves, as configured, do not agree; virtual ones normalize together.
+        alone = not experiment.model.sync_batch_norm and not train.virtual_replicas
+        return dict(
+            distribution=self.distribution,
+            batch_size=train.batch_size,
+            accumulate=train.accumulate,
+            virtual_replicas=train.virtual_replicas,
+            shuffle=experiment.data.shuffle,
+            seed=experiment.seed,
+            class_weight=self.class_weights,
+            reduce_dtype=experiment.optimizer.reduce_dtype,
+            lr_multipliers=field_syntax.layer_rates(experiment.optimizer),
+            layer_decay=experiment.optimizer.layer_decay,
+            check_agreement="off" if agreement == "auto" and alone else agreement,
+            verbose=0,
+        )
 
 
 def prepare(
@@ -103,6 +122,10 @@ def prepare(
         storage=folder.storage,
     )
     return Preparation(
+        environment=environment,
+        placement=placement,
+        folder=folder,
+        distribution=distribution,
         experiment=experiment,
         recovered_accumulate=recovered,
         data=data,

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 import keras
 
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.config import field_syntax, local_files
+from tfdist.config import local_files
 from tfdist.config.messages import logger
 from tfdist.config.schedule import Decay, Plan
-from tfdist.distributed.distribution import Distribution
 from tfdist.errors import TrainingError
 from tfdist.trainer import fit
 
@@ -57,29 +56,18 @@ def plan(schedule: Plan) -> Plan:
     return dataclasses.replace(schedule, updates=UPDATES, epochs=epochs, **rates)  # type: ignore[arg-type]
 
 
-def run(prepared: Preparation, check_agreement: str, folder: RunFolder, distribution: Distribution) -> None:
+def run(prepared: Preparation) -> None:
     """Runs the test with an optimizer made for `plan`; writes a table and a picture of it to the run folder."""
-    experiment, losses = prepared.experiment, _Losses()
+    experiment, folder, losses = prepared.experiment, prepared.folder, _Losses()
     logger.info(f"a test of learning rates: {UPDATES} updates, from {LOWEST:g} to {HIGHEST:g}")
     fit.fit(
         prepared.model,
         prepared.data.train,
-        distribution=distribution,
-        batch_size=experiment.train.batch_size,
+        **prepared.fit_options(),
         epochs=UPDATES,
         steps_per_epoch=1,
         steps_per_call=1,
-        accumulate=experiment.train.accumulate,
-        virtual_replicas=experiment.train.virtual_replicas,
-        shuffle=experiment.data.shuffle,
-        seed=experiment.seed,
-        class_weight=prepared.class_weights,
         callbacks=[losses],
-        reduce_dtype=experiment.optimizer.reduce_dtype,
-        lr_multipliers=field_syntax.layer_rates(experiment.optimizer),
-        layer_decay=experiment.optimizer.layer_decay,
-        check_agreement=prepared.check_agreement(check_agreement),
-        verbose=0,
     )
     results = points(losses.losses)
     if len(results) <= WARM:

@@ -9,13 +9,9 @@ import os
 from tfdist.checkpoints import integrity, oom_note, own_work
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster.peers import Peers
-from tfdist.config import field_syntax
 from tfdist.config.messages import logger
-from tfdist.config.runtime_options import Environment
 from tfdist.data import spec_file
 from tfdist.distributed import arithmetic
-from tfdist.distributed.connect import Placement
-from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, PeerError, TrainingError
 from tfdist.keras_bridge import layer_state
 from tfdist.models import optimizers
@@ -36,26 +32,14 @@ from tfdist.trainer.worker_session import Signals
 class Run:
     """A prepared experiment on one worker."""
 
-    def __init__(
-        self,
-        prepared: Preparation,
-        environment: Environment,
-        placement: Placement,
-        folder: RunFolder,
-        distribution: Distribution,
-    ):
-        self._prepared = prepared
-        self._environment, self._placement, self._folder, self._distribution = (
-            environment,
-            placement,
-            folder,
-            distribution,
-        )
-        self._experiment, self._schedule = prepared.experiment, prepared.schedule
+    def __init__(self, prepared: Preparation):
+        self._prepared, self._experiment, self._schedule = prepared, prepared.experiment, prepared.schedule
+        self._environment, self._placement = prepared.environment, prepared.placement
+        self._folder, self._distribution = prepared.folder, prepared.distribution
         self._model, self._data, self._checkpoints = prepared.model, prepared.data, prepared.checkpoints
         train = self._experiment.train
         self._early_stopping = [early_stopping.Patience(train.monitor, train.patience)] if train.patience else []
-        self._segments = Segments(placement.cluster, os.environ)
+        self._segments = Segments(self._placement.cluster, os.environ)
         self._evaluation: dict[str, float] = {}
         self._weights_sha256, self._weights_norm = "", 0.0
 
@@ -100,13 +84,12 @@ class Run:
     def _begin_monitoring(self) -> None:
         distribution, precision = self._distribution, self._experiment.train.precision
         gpus = [] if distribution.device_kind == "CPU" else list(self._placement.selection.gpus)
-        names = [gpu.name for gpu in gpus]
         self._monitors = Monitors(
             self._environment,
             self._folder,
             self._experiment,
             self._schedule,
-            FlopsModel(self._model, self._data.train, names, distribution.workers, precision),
+            FlopsModel(self._model, self._data.train, [gpu.name for gpu in gpus], distribution.workers, precision),
             distribution.is_chief,
             gpus,
             self._segments,
@@ -119,35 +102,24 @@ class Run:
         fit.fit(
             self._model,
             self._data.train,
-            distribution=self._distribution,
-            batch_size=experiment.train.batch_size,
+            **prepared.fit_options(),
             epochs=schedule.epochs,
             steps=schedule.updates,
-            accumulate=experiment.train.accumulate,
-            virtual_replicas=experiment.train.virtual_replicas,
             steps_per_call=experiment.train.steps_per_call or "auto",
-            shuffle=experiment.data.shuffle,
-            seed=experiment.seed,
             validation_data=self._data.eval,
             validation_freq=schedule.eval_every,
             validation_batch_size=experiment.eval.batch_size,
-            class_weight=prepared.class_weights,
             callbacks=[
                 *([early_stopping.Measured(fields)] if fields else []),
                 *self._monitors.callbacks,
                 *self._early_stopping,
                 *prepared.callbacks,
             ],
-            reduce_dtype=experiment.optimizer.reduce_dtype,
             checkpoints=None if self._checkpoints.off else self._checkpoints,
             on_nonfinite=experiment.train.on_nonfinite,
             max_rollbacks=experiment.train.max_rollbacks,
-            lr_multipliers=field_syntax.layer_rates(experiment.optimizer),
-            layer_decay=experiment.optimizer.layer_decay,
             evaluate_ema=experiment.optimizer.ema_momentum > 0,
-            check_agreement=prepared.check_agreement(self._environment.check_agreement),
             should_stop=signals.reason,
-            verbose=0,
         )
 
     def _evaluate(self, signals: Signals) -> None:
@@ -187,7 +159,7 @@ class Run:
         return result
 
     def _write_failure(self, reason: str) -> None:
-        """Writes the result of a run that an error has ended, on this worker or another one."""
+        """Writes the result of a run that an error has ended, here or on another worker."""
         oom_note.record_advice(self._folder, reason)
         # Without logging: a thread may call this, while the main thread holds the lock of the logger or of the stream.
         write_result(self._folder, self._result("failed", reason), None, silent=True)
