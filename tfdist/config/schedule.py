@@ -97,11 +97,14 @@ def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
     every = duration("eval.every", experiment.eval.every, per_epoch, train.batch_size, updates)
     if every % per_epoch:
         raise UserError(f"eval.every={experiment.eval.every!r} is not a whole number of epochs of {per_epoch} updates")
-    requested = experiment.optimizer.warmup
+    optimizer, requested = experiment.optimizer, experiment.optimizer.warmup
     warmup = duration("optimizer.warmup", requested, per_epoch, train.batch_size, updates)
     if warmup >= updates and requested == Optimizer().warmup:  # the default, which a short run cannot have
         warmup = updates // 10
         logger.info(f"the warm-up is {warmup} of {updates} updates: optimizer.warmup={requested!r} would leave none")
+    # `linear` as in Goyal et al., *Accurate, Large Minibatch SGD* (2017); `sqrt` as in Krizhevsky, *One weird trick*
+    # (2014), which keeps the variance.
+    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[optimizer.scale_learning_rate]
     return Plan(
         examples=examples,
         global_batch=train.batch_size,
@@ -113,8 +116,8 @@ def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
         warmup=warmup,
         decay=_decay(experiment, per_epoch, updates, warmup),
         eval_every=max(1, every // per_epoch),
-        base_rate=experiment.optimizer.learning_rate,
-        rate=scaled_rate(experiment),
+        base_rate=optimizer.learning_rate,
+        rate=optimizer.learning_rate * (train.batch_size / (optimizer.base_batch or 1)) ** power,
     )
 
 
@@ -151,17 +154,6 @@ def _decay(experiment: Experiment, per_epoch: int, updates: int, warmup: int) ->
         case "exponential":
             return Decay("exponential", factor=options.get("end", 0.01), every=updates - warmup)
     return Decay(optimizer.schedule, options.get("end", 0.0))
-
-
-def scaled_rate(experiment: Experiment) -> float:
-    """Returns the learning rate for this batch size.
-
-    `linear` as in Goyal et al., *Accurate, Large Minibatch SGD* (2017); `sqrt`
-    as in Krizhevsky, *One weird trick* (2014), which keeps the variance.
-    """
-    optimizer = experiment.optimizer
-    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[optimizer.scale_learning_rate]
-    return optimizer.learning_rate * (experiment.train.batch_size / (optimizer.base_batch or 1)) ** power
 
 
 def duration(field: str, text: str, per_epoch: int, batch: int, updates: int) -> int:

@@ -92,20 +92,17 @@ def parse(argv: list[str], own: Sequence[str] = OF_THE_ENVIRONMENT) -> list[str]
     try:
         with config_files.guarded(path):
             # The definition itself reads the command line, so it belongs to what can fail.
-            config_flags.DEFINE_config_file(
-                "config", DEFAULT_CONFIG, "Experiment: a Python file with get_config(), or a name."
-            )
-            rest = flags.FLAGS(argv)
+            text = "Experiment: a Python file with get_config(), or a name."
+            config_flags.DEFINE_config_file("config", DEFAULT_CONFIG, text)
+            rest = _parse_flags(argv)
             getattr(flags.FLAGS.config, "name", None)  # config_flags keeps an OSError back until somebody looks
-    except flags.Error as error:
-        raise _complaint(error) from None
     except (UserError, SystemExit):
         raise
     except Exception as error:  # what is wrong with the file without a line of it that has failed: it has no get_config
         raise UserError(f"--config={path} cannot be used: {type(error).__name__}: {one_line(error, 300)}") from error
     if helps:
         _help(["config", *own], flags.FLAGS.config if len(argv) > 1 else None)
-    return _only_flags(rest)
+    return rest
 
 
 def _help(names: Sequence[str], experiment: config.Experiment | None = None) -> NoReturn:
@@ -120,21 +117,15 @@ def parse_own(argv: list[str]) -> list[str]:
     if help_page.is_asked(argv):
         _help([])
     config_files.fill_in(argv)
+    return _parse_flags(argv)
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
-        raise _complaint(error) from None
-    return _only_flags(rest)
-
-
-def _complaint(error: flags.Error) -> UserError:
-    text = one_line(error)
-    if "Unable to parse value" in text:
-        text = re.sub(r"Unable to parse value .*", "is a group of fields: set one of them", text)
-    return UserError(text)
-
-
-def _only_flags(rest: list[str]) -> list[str]:
+        text = re.sub(r"Unable to parse value .*", "is a group of fields: set one of them", one_line(error))
+        raise UserError(text) from None
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}: flags are written --name=value")
     return rest

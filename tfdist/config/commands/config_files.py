@@ -107,13 +107,17 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {one_line(next(iter(str(error).splitlines()), ''), 300)}".rstrip(": ")
 
 
-def _in_file(error: BaseException, path: str) -> tuple[BaseException | None, int | None]:
+def _in_file(error: BaseException | None, path: str) -> tuple[BaseException | None, int | None]:
     """Returns the error that came out of the file, and its line there; (None, None) if it has not to do with it.
 
     config_flags and absl raise other errors in its place, whose text is a whole traceback.
     """
     here = os.path.realpath(path)
-    for failure in _behind(error):
+    chain: list[BaseException] = []  # an error, the one that it was raised for, and so on
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__ or _kept_back(error)
+    for failure in reversed(chain):
         if isinstance(failure, SyntaxError) and failure.filename and os.path.realpath(failure.filename) == here:
             return failure, failure.lineno
         frames = traceback.extract_tb(failure.__traceback__)
@@ -121,15 +125,6 @@ def _in_file(error: BaseException, path: str) -> tuple[BaseException | None, int
         if lines:
             return failure, lines[-1]
     return None, None
-
-
-def _behind(error: BaseException | None) -> Iterator[BaseException]:
-    """Goes from an error to the one that it was raised for, and so on; the first ones last."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__ or _kept_back(error)
-    yield from reversed(chain)
 
 
 def _kept_back(error: BaseException) -> BaseException | None:

@@ -54,7 +54,13 @@ def page(names: Iterable[str], asked_for: definition.Experiment | None) -> str:
     else:
         parts += ["Flags:", described(sorted(defined))]
     if asked_for is not None:
-        parts += ["Fields of this experiment:", as_help(asked_for, width)]
+        lines, indent = [], " " * 6
+        for field in fields(asked_for):
+            lines.append(f"  --{field.name}: {field.kind}, {field.value}")
+            lines += textwrap.wrap(
+                field.meaning.replace("`", ""), width, initial_indent=indent, subsequent_indent=indent
+            )
+        parts += ["Fields of this experiment:", "\n".join(lines)]
     elif takes_config:
         hint = "--config.train.epochs=3 and the like set fields of the experiment: --config=NAME --help lists them with"
         parts.append(textwrap.fill(f"{hint} their values.", width))
@@ -86,17 +92,13 @@ def _meanings() -> dict[tuple[str, str], str]:
     return found
 
 
-def fields(experiment: definition.Experiment, prefix: str = "config") -> list[FieldDoc]:
-    """Returns all fields of an experiment with its values, in the order in which they are defined."""
-    return list(_fields(experiment, prefix))
-
-
-def _fields(owner: object, prefix: str) -> list[FieldDoc]:
+def fields(owner: object, prefix: str = "config") -> list[FieldDoc]:
+    """Returns all fields of an experiment, or a group of it, with their values, in the order of their definition."""
     found = []
     for field in dataclasses.fields(owner):  # type: ignore[arg-type]
         value, name = getattr(owner, field.name), f"{prefix}.{field.name}"
         if dataclasses.is_dataclass(value):
-            found += _fields(value, name)
+            found += fields(value, name)
             continue
         meaning = _meanings().get((type(owner).__name__, field.name), "")
         for listed, names in _LISTS.items():
@@ -104,15 +106,6 @@ def _fields(owner: object, prefix: str) -> list[FieldDoc]:
         kind = field.type.__name__ if isinstance(field.type, type) else str(field.type)
         found.append(FieldDoc(name, kind, repr(value) if isinstance(value, str) else str(value), meaning))
     return found
-
-
-def as_help(experiment: definition.Experiment, width: int = 80) -> str:
-    """Returns the fields as a command's `--help` shows them."""
-    lines = []
-    for field in fields(experiment):
-        lines.append(f"  --{field.name}: {field.kind}, {field.value}")
-        lines += textwrap.wrap(field.meaning.replace("`", ""), width, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return "\n".join(lines)
 
 
 def as_markdown() -> str:
