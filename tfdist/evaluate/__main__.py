@@ -78,7 +78,6 @@ def main() -> None:
     """Entry point of `python -m tfdist.evaluate`."""
     job.define_flags()
     flags.DEFINE_string("output", "", "Write the result to this JSON file, too; - for standard output.")
-    flags.DEFINE_bool("overwrite", False, "Replace a file that --output names.")
     job.main(_run, ("output", "overwrite"))
 
 

@@ -46,6 +46,7 @@ class Ready:
 def define_flags() -> None:
     """Registers the flags that both commands have."""
     runtime_options.define_flags()
+    flags.DEFINE_bool("overwrite", False, "Replace a file that --output names.")
     for name in runtime_options.HELP:
         if name not in (*runtime_options.names(runtime_options.PlacementOptions), "check_agreement"):
             delattr(flags.FLAGS, name)  # it would change nothing here, and so is refused
@@ -101,11 +102,8 @@ def with_model(
         output.check()
         requested = requested.here()
     experiment = trained_model.read_experiment(requested) if chief else None
-    facts = {
-        **config.flat(values.config),
-        "--checkpoint": requested.checkpoint,
-        "--model": os.path.basename(requested.model),
-    }
+    facts = {"--checkpoint": requested.checkpoint, "--model": os.path.basename(requested.model)}
+    facts |= config.flat(values.config)
 
     def do() -> None:
         from tfdist.trainer.worker_session import Signals
@@ -116,8 +114,7 @@ def with_model(
             work(_ready(requested, experiment, distribution, rows_alone), reason)
 
     # Standard output may be for the result alone; log messages, and those of TFDS, go to standard error then.
-    aside = contextlib.redirect_stdout(sys.stderr) if values.output == STDOUT else contextlib.nullcontext()
-    with aside:
+    with contextlib.redirect_stdout(sys.stderr) if values.output == STDOUT else contextlib.nullcontext():
         distribution = connect.create(placement, facts)
         try:
             worker_session.reporting_failures(distribution.peers, do)
@@ -133,6 +130,7 @@ def _ready(
     """Loads data and model; `recorded` is the run's experiment on the chief, None where the folder may be missing."""
     from tfdist.data.datasets import registry
     from tfdist.models import build as models
+    from tfdist.monitoring import recorder
 
     experiment, trained_for, other_data = _agreed(requested, recorded, distribution)
     logger.info(f"strategy {distribution.name}, because {distribution.reason}")
@@ -150,7 +148,12 @@ def _ready(
         compatibility.check_data(experiment, data.spec, trained_for)
         data = dataclasses.replace(data, spec=trained_for)
     if requested.model:
-        model = load(requested, distribution)
+        with distribution.scope():
+            model = trained_model.load(requested.path)
+        digests = distribution.peers.gather("the model's weights", recorder.fingerprint(model)[0])
+        if len(set(digests)) > 1:
+            what = f"--model={requested.path} is another file on some workers"
+            raise UserError(what, "copy the same to all of them")
         compatibility.check_inputs(model, experiment, data.spec)
         return Ready(model, True, experiment, data, distribution, str(requested.path))
     build = functools.partial(built, experiment, data.spec)
@@ -195,9 +198,8 @@ def new_rows(experiment: config.Experiment, spec: Spec, requested: ModelRequest,
     options = field_syntax.options("data.options", experiment.data.options)
     if rows_alone:
         if requested.changes.get("config.data.on_error") == "skip":
-            raise UserError(
-                "every row of a table gets a prediction", "correct bad ones, and leave out data.on_error=skip"
-            )
+            fix = "correct bad ones, and leave out data.on_error=skip"
+            raise UserError("every row of a table gets a prediction", fix)
         rows = Arrays((tables.read_inputs(path, spec.columns, options, kind),))
     else:
         skip = experiment.data.on_error == "skip"
@@ -225,15 +227,3 @@ def share(model: keras.Model, distribution: Distribution, weights: trained_model
     path = distribution.peers.gather("the weights", weights and weights.source)[0]
     training_state.assign(model, distribution, weights.arrays if weights else [])
     return path
-
-
-def load(requested: ModelRequest, distribution: Distribution) -> keras.Model:
-    """Loads the model of a `.keras` file on all workers; raises UserError if it cannot, or if their files differ."""
-    from tfdist.monitoring import recorder
-
-    with distribution.scope():
-        model = trained_model.load(requested.path)
-    digests = distribution.peers.gather("the model's weights", recorder.fingerprint(model)[0])
-    if len(set(digests)) > 1:
-        raise UserError(f"--model={requested.path} is another file on some workers", "copy the same to all of them")
-    return model

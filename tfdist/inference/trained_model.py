@@ -15,7 +15,7 @@ import pathlib
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from tfdist.errors import UserError, one_line
 if TYPE_CHECKING:
     import keras
 
-T = TypeVar("T")
 MODEL = "model.keras"
 LATEST, BEST = "latest", "best"
 CHANGEABLE = ("config.data.", "config.eval.batch_size")
@@ -174,12 +173,10 @@ def other_data(request: ModelRequest) -> bool:
     return name is not None and (bool(request.model) or name != recorded.get("data", {}).get("name"))
 
 
-def experiment_from(fields: dict[str, Any], what: str = "the experiment") -> config.Experiment:
-    """Returns the experiment from its `dataclasses.asdict`, read from `what`; missing fields get their defaults."""
-    return _from_dict(config.Experiment, fields, what)
-
-
-def _from_dict(kind: type[T], fields: dict[str, Any], what: str) -> T:
+def experiment_from(
+    fields: dict[str, Any], what: str = "the experiment", kind: Callable[[], Any] = config.Experiment
+) -> Any:
+    """Returns the experiment from its `dataclasses.asdict`, or a `kind` of group; missing fields get their defaults."""
     instance = kind()
     for name, value in fields.items():
         name = config.current_name(name)
@@ -191,7 +188,7 @@ def _from_dict(kind: type[T], fields: dict[str, Any], what: str) -> T:
         nested = dataclasses.is_dataclass(default)
         if not isinstance(value, dict if nested else str if isinstance(default, str) else (int, float)):
             raise UserError(f"{what} has {name}={value!r}, which it cannot have been written with", "copy it back")
-        setattr(instance, name, _from_dict(type(default), value, what) if isinstance(value, dict) else value)
+        setattr(instance, name, experiment_from(value, what, type(default)) if isinstance(value, dict) else value)
     return instance
 
 

@@ -18,6 +18,18 @@ from tfdist.keras_bridge import batch_norm, keras_internals
 from tfdist.models import freezing, objective, pretrained
 from tfdist.models.zoo import keras_applications, layers, small, vision
 
+_ZOO: dict[str, Callable[..., keras.Model]] = {
+    "cnn": small.cnn,
+    "mlp": small.mlp,
+    "conv_bn": small.conv_bn,
+    "alexnet": vision.alexnet,
+    "resnet_cifar": vision.resnet_cifar,
+    "vit": vision.vit,
+    "char_transformer": small.char_transformer,
+    "gpt": small.gpt,
+    "table_mlp": small.table_mlp,
+}
+
 
 def set_precision(precision: str) -> None:
     """Sets `train.precision` for the models that are made from now on."""
@@ -46,16 +58,15 @@ def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> ker
     if (wanted.weights or wanted.freeze) and not model.built:
         what = "model.weights and model.freeze need a model whose layers are there already"
         raise UserError(what, f"build {wanted.name} in its function")
+    lines = []
     if wanted.weights:
-        line = pretrained.take(model, wanted.weights)
-        if not quiet:
-            logger.info(line)
+        lines.append(pretrained.take(model, wanted.weights))
         if wanted.name in config.APPLICATIONS:
             keras_applications.correct(model)
     if wanted.freeze:
-        line = freezing.freeze(model, wanted.freeze)
-        if not quiet:
-            logger.info(line)
+        lines.append(freezing.freeze(model, wanted.freeze))
+    for line in [] if quiet else lines:
+        logger.info(line)
     return model
 
 
@@ -63,76 +74,49 @@ def compiled(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, experiment: config.Experiment, data: Loaded
 ) -> Loaded:
     """Compiles the model with the experiment's loss and metrics or its own; returns data with targets for them."""
-    _check_inputs(experiment.model.name, model, data.train)
-    train = experiment.train
+    train, name, source = experiment.train, experiment.model.name, data.train
+    inputs = len(keras.tree.flatten(getattr(model, "inputs", None) or []))
+    given = inputs if source.columns is None else len(keras.tree.flatten(source.columns[0]))
+    if inputs and inputs != given:
+        raise UserError(f"model.name={name!r} takes {inputs} arrays as input, the data has {given}", "give it as many")
     if model.compiled:
         for field, value in (("train.loss", train.loss), ("train.metrics", train.metrics)):
             if value:
-                what = f"{field}={value!r}, and model.name={experiment.model.name!r} compiles the model itself"
+                what = f"{field}={value!r}, and model.name={name!r} compiles the model itself"
                 raise UserError(what, "leave out one of them")
     if model.compiled or data.spec.classes is None:
-        if data.train.mixes:
-            raise UserError(
-                f"data.augment={experiment.data.augment!r} mixes classes, which is for classification "
-                "with tfdist's own loss",
-                "leave out mixup and cutmix",
-            )
+        purpose = "is for classification with tfdist's own loss"
+        if source.mixes:
+            what = f"data.augment={experiment.data.augment!r} mixes classes, which {purpose}"
+            raise UserError(what, "leave out mixup and cutmix")
         if train.label_smoothing:
-            what = f"train.label_smoothing={train.label_smoothing} is for classification with tfdist's own loss"
-            raise UserError(what, "set it to 0")
+            raise UserError(f"train.label_smoothing={train.label_smoothing} {purpose}", "set it to 0")
     if model.compiled:
-        if model.dtype_policy.name == "mixed_float16":
-            model.optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
-        else:
-            model.optimizer = optimizer
+        half = model.dtype_policy.name == "mixed_float16"
+        model.optimizer = keras.optimizers.LossScaleOptimizer(optimizer) if half else optimizer
         return data
     goal = objective.of(experiment, model, data)
     if data.spec.classes is None:
         if not goal.own:
-            _check_targets(experiment.model.name, model, data.train)
+            _check_targets(name, model, source)
     else:
-        _check_outputs(experiment.model.name, model, data.spec.classes, train.loss)
-    model.compile(optimizer=optimizer, **goal.arguments())
+        _check_outputs(name, model, data.spec.classes, train.loss)
+    model.compile(optimizer=optimizer, **goal.arguments)
     if goal.one_hot:
         classes = data.spec.classes or 0
-        data = dataclasses.replace(data, train=one_hot(data.train, classes), eval=one_hot(data.eval, classes))
+        data = dataclasses.replace(data, train=one_hot(source, classes), eval=one_hot(data.eval, classes))
     return data
 
 
 def _made(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
-    function: Callable[..., keras.Model]
     if name in config.APPLICATIONS:
         return keras_applications.build(name, options, spec)
-    match name:
-        case "cnn":
-            function = small.cnn
-        case "mlp":
-            function = small.mlp
-        case "conv_bn":
-            function = small.conv_bn
-        case "alexnet":
-            function = vision.alexnet
-        case "resnet_cifar":
-            function = vision.resnet_cifar
-        case "vit":
-            function = vision.vit
-        case "char_transformer":
-            function = small.char_transformer
-        case "gpt":
-            function = small.gpt
-        case "table_mlp":
-            function = small.table_mlp
-        case _:
-            return user_functions.call("model.options", user_functions.resolve("model.name", name), options, spec)
-    layers.check_options(function, options)
+    function = _ZOO.get(name)
+    if function:
+        layers.check_options(function, options)
+    else:
+        function = user_functions.resolve("model.name", name)
     return user_functions.call("model.options", function, options, spec)
-
-
-def _check_inputs(name: str, model: keras.Model, train: Source) -> None:
-    wanted = len(keras.tree.flatten(getattr(model, "inputs", None) or []))
-    given = wanted if train.columns is None else len(keras.tree.flatten(train.columns[0]))
-    if wanted and wanted != given:
-        raise UserError(f"model.name={name!r} takes {wanted} arrays as input, the data has {given}", "give it as many")
 
 
 def _check_targets(name: str, model: keras.Model, train: Source) -> None:
@@ -143,9 +127,8 @@ def _check_targets(name: str, model: keras.Model, train: Source) -> None:
         return
     made, wanted = tuple(outputs[0].shape[1:]), tuple(targets.shape[1:])
     if None not in made and made not in (wanted, (*wanted, 1)) and (*made, 1) != wanted:
-        raise UserError(
-            f"model.name={name!r} has outputs of shape {list(made)}, and the targets {list(wanted)}", "make them alike"
-        )
+        what = f"model.name={name!r} has outputs of shape {list(made)}, and the targets {list(wanted)}"
+        raise UserError(what, "make them alike")
 
 
 def _check_outputs(name: str, model: keras.Model, classes: int, loss: str) -> None:
@@ -168,20 +151,17 @@ def _loaded(path: str, precision: str, spec: Spec) -> keras.Model:
     try:
         model = keras.saving.load_model(path, compile=False, safe_mode=True)
     except Exception as error:  # whatever the layers in it raise
-        why = one_line(error, 200)
-        raise UserError(
-            f"model.name={path!r} cannot be loaded ({why})", "give a file that Keras has saved, without code of its own"
-        ) from error
+        what = f"model.name={path!r} cannot be loaded ({one_line(error, 200)})"
+        raise UserError(what, "give a file that Keras has saved, without code of its own") from error
     if not isinstance(model, keras.Model):
         raise UserError(f"model.name={path!r} holds no keras.Model", "give the model.keras of a run")
-    freezing.thaw(model)
+    for layer in keras_internals.flat_layers(model):  # `model.trainable = True` leaves out the inside of frozen ones
+        layer.trainable = True
     advice = f"choose a model by name and start with these weights: model.weights={path}"
     inputs = keras.tree.flatten(model.inputs)
     # Half precision leaves its last layer in float32.
-    layers_with_weights = [
-        layer for layer in keras_internals.flat_layers(model) if keras_internals.own_trainable_variables(layer)
-    ]
-    policies = {layer.dtype_policy.name for layer in layers_with_weights}
+    trained = (one for one in keras_internals.flat_layers(model) if keras_internals.own_trainable_variables(one))
+    policies = {layer.dtype_policy.name for layer in trained}
     own_precision = ", ".join(sorted(policies - {"float32"})) or "float32"
     if policies and own_precision != precision:
         raise UserError(

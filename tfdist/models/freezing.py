@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import keras
 
@@ -13,13 +13,6 @@ from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals
 
 SHOWN = 8  # names of layers in a message
-
-
-class _Named(NamedTuple):
-    """A layer that owns weights."""
-
-    layer: keras.Layer
-    names: tuple[str, ...]  # its own name and those of the layers around it, from the inside out
 
 
 def freeze(model: keras.Model, text: str) -> str:
@@ -43,27 +36,20 @@ def freeze(model: keras.Model, text: str) -> str:
             layer.trainable = False
             frozen += 1
     if not model.trainable_variables:
-        raise UserError(
-            f"model.freeze={text!r} leaves nothing to train", f"leave layers out, such as !{layers[-1].names[0]}"
-        )
+        what = f"model.freeze={text!r} leaves nothing to train"
+        raise UserError(what, f"leave layers out, such as !{layers[-1][1][0]}")
     if not frozen:
         raise UserError(f"model.freeze={text!r} freezes nothing", "take out fewer layers")
-    trained = sum(_size(v) for v in model.trainable_variables)
-    total = sum(_size(v) for v in model.weights)
+    trained, total = (sum(math.prod(v.shape) for v in part) for part in (model.trainable_variables, model.weights))
     return f"frozen: {frozen} of {len(layers)} layers with weights; {trained:,} of {total:,} numbers train"
 
 
-def thaw(model: keras.Model) -> None:
-    """Lets all layers train; `model.trainable = True` leaves out the inside of one that a file has frozen."""
-    for layer in keras_internals.flat_layers(model):
-        layer.trainable = True
-
-
-def _with_weights(layer: keras.Layer, names: tuple[str, ...]) -> Iterator[_Named]:
+def _with_weights(layer: keras.Layer, names: tuple[str, ...]) -> Iterator[tuple[keras.Layer, tuple[str, ...]]]:
+    """Yields each inner layer that owns weights, with its name and those of the layers around it, from inside out."""
     for inner in keras_internals.flat_layers(layer, include_self=False, recursive=False):
         around = (inner.name, *names)
         if keras_internals.own_variables(inner):
-            yield _Named(inner, around)
+            yield inner, around
         yield from _with_weights(inner, around)
 
 
@@ -71,17 +57,10 @@ def _matches(names: tuple[str, ...], pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
-def _near(pattern: str, layers: list[_Named]) -> str:
+def _near(pattern: str, layers: list[tuple[keras.Layer, tuple[str, ...]]]) -> str:
     """How the message of an unknown name ends; a network has too many layers to list them all."""
     names = list(dict.fromkeys(names[-1] for _, names in layers))
     inner = [name for _, around in layers for name in around]
     near = difflib.get_close_matches(pattern.strip("!*?"), inner, n=1)
     known = ", ".join(names[:SHOWN]) + (f", ... {names[-1]} ({len(names)} in all)" if len(names) > SHOWN else "")
     return f"{f': did you mean {near[0]!r}? Layers' if near else ': layers'} are {known}"
-
-
-def _size(variable: keras.Variable) -> int:
-    size = 1
-    for side in variable.shape:
-        size *= side
-    return size

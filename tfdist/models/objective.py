@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -16,19 +15,12 @@ from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LossAndMetrics:
-    """Loss and metrics, as Keras' compile takes them."""
+class LossAndMetrics(NamedTuple):
+    """Loss and metrics."""
 
-    loss: Any
-    metrics: list[Any]
+    arguments: dict[str, object]  # of `compile`
     one_hot: bool  # whether they compare outputs with rows of 0 and 1 instead of class numbers
-    weighted: bool  # whether metrics count the examples' own weights
     own: bool  # whether the loss is the user's own, of which nothing is known
-
-    def arguments(self) -> dict[str, object]:
-        """Returns the arguments of `compile`."""
-        return {"loss": self.loss, "weighted_metrics" if self.weighted else "metrics": self.metrics}
 
 
 def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> LossAndMetrics:
@@ -36,7 +28,8 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> LossA
     spec, metrics = training_objects.loss(experiment.train), training_objects.metrics(experiment.train)
     if data.spec.classes is None:
         loss = _loss(spec, model, {}) if spec else "mse"
-        return LossAndMetrics(loss, _metrics(metrics, model) or ["mae"], False, False, bool(spec and not spec.kind))
+        arguments = {"loss": loss, "metrics": _metrics(metrics, model) or ["mae"]}
+        return LossAndMetrics(arguments, False, bool(spec and not spec.kind))
     smoothing = experiment.train.label_smoothing
     mixes, weighted = data.train.mixes, data.train.weighted
     fitting: dict[str, object] = {"reduction": "mean_with_sample_weight"} if weighted else {}
@@ -50,11 +43,17 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> LossA
         what = f"data.augment={experiment.data.augment!r} mixes classes, and train.loss={spec.name} takes class numbers"
         raise UserError(what, "leave out mixup and cutmix, or use categorical_crossentropy")
     if smoothing:
-        fitting["label_smoothing"] = _smoothing(spec, smoothing)
+        takes = spec.kind and "label_smoothing" in inspect.signature(getattr(keras.losses, spec.kind)).parameters
+        if not takes or "label_smoothing" in spec.options or spec.kind.startswith("Sparse"):
+            own = " and its own" * ("label_smoothing" in spec.options)
+            what = f"train.label_smoothing={smoothing} does not go with train.loss={spec.name}{own}"
+            raise UserError(what, "set it to 0")
+        fitting["label_smoothing"] = smoothing
     for metric in metrics:
         _check_targets(metric, _takes_rows(metric, model), rows)
-    made = _metrics(metrics, model) or ["accuracy"]
-    return LossAndMetrics(_loss(spec, model, fitting), made, rows, weighted, not spec.kind)
+    made = _metrics(metrics, model) or ["accuracy"]  # which count the examples' own weights, if they have any
+    arguments = {"loss": _loss(spec, model, fitting), "weighted_metrics" if weighted else "metrics": made}
+    return LossAndMetrics(arguments, rows, not spec.kind)
 
 
 def callbacks(experiment: config.Experiment) -> list[keras.callbacks.Callback]:
@@ -90,9 +89,7 @@ def ends_with_probabilities(model: keras.Model) -> str:
 
 def _takes_rows(spec: KerasObjectSpec, model: keras.Model) -> bool | None:
     """Tells whether a loss or metric of Keras compares rows instead of class numbers; None for one that does either."""
-    if not spec.kind:
-        return None
-    if spec.kind in training_objects.ACCURACY:
+    if not spec.kind or spec.kind in training_objects.ACCURACY:
         return None
     outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
     single = len(outputs) == 1 and outputs[0].shape[-1] == 1
@@ -111,17 +108,6 @@ def _check_targets(metric: KerasObjectSpec, takes_rows: bool | None, rows: bool)
         )
     what = f"train.metrics: {metric.name} takes rows of 0 and 1, and the loss class numbers"
     raise UserError(what, "use one with sparse in its name, or a train.loss with categorical in its name")
-
-
-def _smoothing(spec: KerasObjectSpec, smoothing: float) -> float:
-    takes = spec.kind and "label_smoothing" in inspect.signature(getattr(keras.losses, spec.kind)).parameters
-    if not takes or "label_smoothing" in spec.options or spec.kind.startswith("Sparse"):
-        raise UserError(
-            f"train.label_smoothing={smoothing} does not go with train.loss={spec.name}"
-            f"{' and its own' * ('label_smoothing' in spec.options)}",
-            "set it to 0",
-        )
-    return smoothing
 
 
 def _loss(spec: KerasObjectSpec, model: keras.Model, fitting: dict[str, object]) -> object:

@@ -83,7 +83,6 @@ def main() -> None:
     """Entry point of `python -m tfdist.predict`."""
     job.define_flags()
     flags.DEFINE_string("output", "", "File to write: .csv or .jsonl; - for CSV on standard output.")
-    flags.DEFINE_bool("overwrite", False, "Replace a file that --output names.")
     flags.DEFINE_bool("scores", False, "Write the scores of all classes, too.")
     job.main(_run, ("output", "overwrite", "scores"))
 
