@@ -151,13 +151,13 @@ def test_checkpoints_hold_what_the_run_would_have_ended_with(copy):
     saved = keras.saving.load_model(copy / "model.keras").get_weights()
     for name in ("latest", "60", ""):
         found = weights(copy, name)
-        for a, b in zip(found.arrays, saved, strict=True):
+        for a, b in zip(found[1], saved, strict=True):
             np.testing.assert_array_equal(a, b)
-    assert found.source == str(copy / "model.keras")
+    assert found[0] == str(copy / "model.keras")
     best = json.loads((copy / "checkpoints" / "60" / "state.json").read_text())["best"]["update"]
-    assert pathlib.Path(weights(copy, "best").source).name == str(best)
+    assert pathlib.Path(weights(copy, "best")[0]).name == str(best)
     other = next(p for p in (copy / "checkpoints").iterdir() if p.name not in ("60", "latest"))
-    assert any((a != b).any() for a, b in zip(weights(copy, other.name).arrays, saved, strict=True))
+    assert any((a != b).any() for a, b in zip(weights(copy, other.name)[1], saved, strict=True))
 
 
 def test_weights_reach_every_replica(copy, connect):
@@ -178,7 +178,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(copy, said):
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
     before = files(copy)
-    assert pathlib.Path(weights(copy, "latest").source).name != "60"
+    assert pathlib.Path(weights(copy, "latest")[0]).name != "60"
     assert len(said) == 1 and "60 is not used: tensors.data-00000-of-00001 has changed" in said[0]
     assert files(copy) == before
     with pytest.raises(UserError, match="none of the checkpoints that --checkpoint=60 means is valid: choose another"):
@@ -252,11 +252,7 @@ SPOILT = [
         "",
         "model.keras does not fit the model that",
     ),
-    (
-        lambda f: edited(f / "experiment.json", model={"name": "mlp"}),
-        "latest",
-        "experiment.json is not what ",
-    ),
+    (lambda f: edited(f / "experiment.json", model={"name": "mlp"}), "latest", "experiment.json is not what "),
     (
         lambda f: [edited(f / "experiment.json", colour="red"), unlisted(f)],
         "",
@@ -646,8 +642,6 @@ from tfdist.evaluate import __main__ as evaluate
 from tfdist.inference import job
 from tfdist.predict import __main__ as predict
 job.define_flags()
-flags.DEFINE_string("output", "", "")
-flags.DEFINE_bool("overwrite", False, "")
 flags.DEFINE_bool("scores", False, "")
 for arguments in json.load(open("arguments.json")):
     flags.FLAGS.remove_flag_values([n for n in flags.FLAGS if n.partition(".")[0] == "config"])

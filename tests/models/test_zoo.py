@@ -21,8 +21,7 @@ from tfdist.models.zoo import small, vision
 
 TOLERANCE = 1e-6
 IN_WORLDS = ["cnn", "alexnet", "resnet_cifar", "vit", "char_transformer", "gpt", "table_mlp"]
-SHORT = ["char_transformer"]
-"""What `make test` trains on two replicas."""
+SHORT = ["char_transformer"]  # what `make test` trains on two replicas
 IMAGES = zoo_cases.images(16, 3)
 TOKENS = zoo_cases.tokens(10)
 
@@ -41,10 +40,7 @@ def assert_agrees(got, expected, tolerance=TOLERANCE):
     assert np.linalg.norm(got[0] - expected[0]) < 100 * tolerance * expected[2]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.whole] * (n not in SHORT)) for n in zoo_cases.OWN],
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n not in SHORT)) for n in zoo_cases.OWN])
 def test_mirrored_agrees_with_one_device(name, reference, connect):
     case = zoo_cases.OWN[name]
     assert_agrees(zoo_cases.outcome(case, connect(2)), reference(case))

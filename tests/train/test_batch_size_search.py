@@ -38,7 +38,9 @@ def find(monkeypatch):
 
     yield run
     assert not [
-        p for p in psutil.Process().children(recursive=True) if "tfdist.train.batch_size_probe" in " ".join(p.cmdline())
+        p
+        for p in psutil.Process().children(recursive=True)
+        if "tfdist.train.batch_size_search" in " ".join(p.cmdline())
     ]
 
 

@@ -114,12 +114,10 @@ def test_shards_are_those_of_the_experiment(monkeypatch):
     experiment.model.sync_batch_norm = False
     unused = {field.name: None for field in dataclasses.fields(preparation.Preparation)}
     data = types.SimpleNamespace(train=None)
-    prepared = preparation.Preparation(
-        **unused | {"experiment": experiment, "data": data, "environment": runtime_options.Environment()}
-    )
+    prepared = preparation.Preparation(**unused | {"experiment": experiment, "data": data})
     monkeypatch.setattr(rate_search.fit, "fit", lambda *arguments, **options: given.update(options))
     with pytest.raises(TrainingError):  # no update was made
-        rate_search.run(prepared)
+        rate_search.run(prepared, "auto", None, None)
     assert (given["virtual_replicas"], given["accumulate"], given["check_agreement"]) == (8, 2, "auto")
 
 

@@ -76,9 +76,8 @@ def check(field: str, path: str) -> None:
         raise UserError(f"{field}={path} names no folder in a bucket", f"write {scheme}://bucket/folder")
     package = PACKAGES[scheme]
     if importlib.util.find_spec(package) is None:
-        raise UserError(
-            f"{field}={path} needs the package {package}, which is not installed", f"pip install '{EXTRAS[scheme]}'"
-        )
+        what = f"{field}={path} needs the package {package}, which is not installed"
+        raise UserError(what, f"pip install '{EXTRAS[scheme]}'")
 
 
 def copy_of(url: str) -> pathlib.Path:

@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 from tfdist.config import FILES, SCHEDULES, Optimizer
 from tfdist.errors import UserError
 
-Options: TypeAlias = dict[str, Any]
-"""Keyword arguments as a person wrote them: numbers, texts, truth values, and tuples or lists of them, by name."""
+Options: TypeAlias = dict[str, Any]  # arguments: numbers, texts, truth values, tuples or lists of them
 
 LARGEST = 10**12  # no count of an experiment is larger; TensorFlow's numbers of 64 bits hold the products of two
 MOST_PATHS = 10**6  # upper bound on the paths that braces in a pattern expand to
@@ -120,14 +119,12 @@ def check_whole(name: str, value: object) -> None:
         raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def _numbers(field: str, text: str) -> dict[str, float]:
-    return {name: number(f"{name} in {field}", value) for name, value in assignments(field, text).items()}
-
-
 def layer_rates(optimizer: Optimizer) -> dict[str, float]:
     """Returns `optimizer.layer_rates` as factors by pattern."""
     field = "optimizer.layer_rates"
-    factors = _numbers(field, optimizer.layer_rates)
+    factors = {
+        name: number(f"{name} in {field}", text) for name, text in assignments(field, optimizer.layer_rates).items()
+    }
     for name, value in factors.items():
         if value <= 0:
             raise UserError(f"{name} in {field} must be positive, got {value:g}", "freeze layers with model.freeze")
@@ -139,7 +136,7 @@ def class_weights(text: str) -> dict[str, float]:
     field = "train.class_weight"
     if text == "balanced":
         return {}
-    weights = _numbers(field, text)
+    weights = {name: number(f"{name} in {field}", value) for name, value in assignments(field, text).items()}
     for name, value in weights.items():
         if value < 0:
             raise UserError(f"{name} in {field} must not be negative, got {value:g}")
@@ -196,14 +193,13 @@ def expanded(field: str, pattern: str) -> list[str]:
             raise UserError(f"{field}: the braces in {pattern!r} are not understood", "write {000..009} or {a,b}")
     count = math.prod(map(len, choices))
     if count > MOST_PATHS:
-        raise UserError(
-            f"{field}: {pattern!r} stands for {count:,} files, more than {MOST_PATHS:,}", "write * for them"
-        )
+        what = f"{field}: {pattern!r} stands for {count:,} files, more than {MOST_PATHS:,}"
+        raise UserError(what, "write * for them")
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 
 def check_local(field: str, path: str, also: tuple[str, ...] = ()) -> None:
-    """Refuses a URL, of which file systems would make a folder such as `gs:`; the message names those `also` taken."""
+    """Raises UserError where a path is a URL, of which file systems would make a folder `gs:`; `also` names others."""
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", path)
     if scheme:
         known = "".join(f", {name}://" for name in also)

@@ -17,7 +17,7 @@ _MEMORY = "/memfd:tfdist "
 
 
 class Offer:
-    """Memory that others can open until this is closed; what they have mapped by then stays. OSError: there is none."""
+    """Memory that others can open until this is closed; what they have mapped by then stays. Raises OSError."""
 
     TOKEN_BYTES = 32  # at its beginning, which tell it from what another container may have at the same place
 

@@ -14,8 +14,7 @@ from collections.abc import Iterable
 from tfdist.errors import shown
 
 logger = logging.getLogger("tfdist")
-aside = logging.getLogger("tfdist.aside")
-"""Logger for progress of any process on standard error, such as for whom it waits."""
+aside = logging.getLogger("tfdist.aside")  # progress of any process, on standard error
 
 
 class _Handler(logging.Handler):

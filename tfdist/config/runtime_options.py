@@ -24,8 +24,7 @@ CHOICES = {
     "check_agreement": ("auto", "on", "off"),
     "cpu_kernels": cpu_kernels.CHOICES,
 }
-MOST_THREADS = 1024
-"""Threads per device, and devices that a CPU is split into; tens of thousands take minutes to start, or all memory."""
+MOST_THREADS = 1024  # threads per device, or devices; tens of thousands take minutes to start, or all memory
 MOST_PROFILED = 100  # updates in a profile; more make a trace that no browser opens
 
 
@@ -48,39 +47,39 @@ class PlacementOptions:
 
     def __post_init__(self):
         _check_choices(self)
-        for field, value in (("virtual_devices", self.virtual_devices), ("threads", self.threads)):
+        for field in ("virtual_devices", "threads"):
+            value = getattr(self, field)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(f"--{field} must be a whole number of at least 1, got {value}")
             if value is not None and value > MOST_THREADS:
                 raise UserError(f"--{field} must be at most {MOST_THREADS}, got {value}")
-        for field, seconds in (("start_timeout", self.start_timeout), ("stall_timeout", self.stall_timeout)):
-            if not seconds > 0:
-                raise UserError(f"--{field} must be a positive number of seconds, got {seconds}")
+        for field in ("start_timeout", "stall_timeout"):
+            if not getattr(self, field) > 0:
+                raise UserError(f"--{field} must be a positive number of seconds, got {getattr(self, field)}")
         if self.bucket_bytes is not None and self.bucket_bytes < 0:
             raise UserError(f"--bucket_bytes must not be negative, got {self.bucket_bytes}")
         if not re.fullmatch(r"all|none|idle:[1-9]\d*|\d+(,\d+)*", self.devices):
-            raise UserError(
-                f"--devices={self.devices} is not understood", "use all, none, driver numbers such as 0,3, or idle:2"
-            )
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,200}", self.tpu):
-            raise UserError(f"--tpu={self.tpu} is not understood", "use local, or the name of a TPU in the Cloud")
-        if self.tpu != "local" or self.strategy == "tpu":
-            self._check_tpu()
+            what = f"--devices={self.devices} is not understood"
+            raise UserError(what, "use all, none, driver numbers such as 0,3, or idle:2")
+        self._check_tpu()
         numbers = self.devices.split(",")
         if len(set(numbers)) != len(numbers):
             raise UserError(f"--devices={self.devices} names a device twice", "name each once")
         if self.virtual_devices and self.devices not in ("all", "none"):
-            given = f"--virtual_devices={self.virtual_devices} splits the CPU and --devices={self.devices} picks GPUs"
-            raise UserError(given, "use one")
+            what = f"--virtual_devices={self.virtual_devices} splits the CPU and --devices={self.devices} picks GPUs"
+            raise UserError(what, "use one")
         if self.virtual_devices and self.virtual_devices > 1 and self.strategy == "default":
-            given = f"--virtual_devices={self.virtual_devices} asks for more"
-            raise UserError(f"--strategy=default uses one device, {given}", "use --strategy=mirrored")
+            what = f"--strategy=default uses one device, --virtual_devices={self.virtual_devices} asks for more"
+            raise UserError(what, "use --strategy=mirrored")
 
     def _check_tpu(self) -> None:
-        if self.strategy not in ("auto", "tpu"):
-            raise UserError(
-                f"--tpu={self.tpu} asks for a TPU and --strategy={self.strategy} uses none", "leave one out"
-            )
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,200}", self.tpu):
+            raise UserError(f"--tpu={self.tpu} is not understood", "use local, or the name of a TPU in the Cloud")
+        if self.tpu != "local" and self.strategy not in ("auto", "tpu"):
+            what = f"--tpu={self.tpu} asks for a TPU and --strategy={self.strategy} uses none"
+            raise UserError(what, "leave one out")
+        if self.strategy != "tpu" and self.tpu == "local":
+            return
         for field, given in (("virtual_devices", self.virtual_devices), ("devices", self.devices)):
             if given not in (None, "all"):
                 raise UserError(f"--{field}={given} is for CPUs and GPUs, and a TPU is used as a whole", "leave it out")
@@ -111,9 +110,8 @@ class ResumeOptions:
             os.path.expanduser(self.workdir).encode()
         except UnicodeEncodeError:
             name = printable(os.fsencode(self.workdir).decode(errors="backslashreplace"))
-            raise UserError(
-                f"--workdir={name} is not UTF-8, as TensorFlow's file names are", "choose another name"
-            ) from None
+            what = f"--workdir={name} is not UTF-8, as TensorFlow's file names are"
+            raise UserError(what, "choose another name") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +128,8 @@ class DisplayOptions:
             return
         bounds = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.profile)
         if not bounds or int(bounds[1]) > int(bounds[2]):
-            fix = "write the first and the last update, such as 20:30"
-            raise UserError(f"--profile={self.profile} is not understood", fix)
+            what = f"--profile={self.profile} is not understood"
+            raise UserError(what, "write the first and the last update, such as 20:30")
         count = int(bounds[2]) - int(bounds[1]) + 1
         if count > MOST_PROFILED:
             what = f"--profile={self.profile} is {count} updates, a trace that no browser opens"
@@ -155,12 +153,13 @@ class Environment(DisplayOptions, ResumeOptions, PlacementOptions):
         if self.find_learning_rate and any(unused.values()):
             name = next(name for name, present in unused.items() if present)
             raise UserError(f"--find_learning_rate does not train, so --{name} has no effect", "leave it out")
-        if self.topology and not self.dry_run:
+        if not self.topology:
+            return
+        if not self.dry_run:
             raise UserError(f"--topology={self.topology} compiles ahead of time and requires --dry_run")
-        elsewhere = self.strategy not in ("auto", "default") or self.devices not in ("all", "none")
-        if self.topology and (elsewhere or self.virtual_devices):
-            fix = "leave out --strategy, --devices and --virtual_devices"
-            raise UserError(f"--topology={self.topology} says on which devices", fix)
+        if self.strategy not in ("auto", "default") or self.devices not in ("all", "none") or self.virtual_devices:
+            what = f"--topology={self.topology} says on which devices"
+            raise UserError(what, "leave out --strategy, --devices and --virtual_devices")
 
 
 def names(options: type) -> tuple[str, ...]:
@@ -213,9 +212,9 @@ def define_flags() -> None:
         default = getattr(Environment(), name)
         if name in CHOICES:
             flags.DEFINE_enum(name, default, CHOICES[name], text)
-        else:  # those without a default are whole numbers
-            kinds: dict[type, Any] = {bool: flags.DEFINE_bool, str: flags.DEFINE_string, float: flags.DEFINE_float}
-            kinds.get(type(default), flags.DEFINE_integer)(name, default, text)
+        else:
+            define: dict[type, Any] = {bool: flags.DEFINE_bool, str: flags.DEFINE_string, float: flags.DEFINE_float}
+            define.get(type(default), flags.DEFINE_integer)(name, default, text)
 
 
 def from_flags(values: flags.FlagValues) -> Environment:

@@ -37,8 +37,7 @@ class Decay:
 
     kind: str  # `constant`, `cosine`, `linear`, `step` or `exponential`
     end: float = 0.0  # share of the peak left at the end of the run (cosine, linear)
-    boundaries: tuple[int, ...] = ()
-    """Updates after which the rate is multiplied by `factor` once more (step), from the beginning of the run."""
+    boundaries: tuple[int, ...] = ()  # updates of the run after which it is multiplied by `factor` (step)
     factor: float = 0.1
     every: float = 1.0  # updates in which the rate is multiplied by `factor`, smoothly (exponential)
 
@@ -74,7 +73,7 @@ class Plan:
 def check_batch(
     batch: int, replicas: int, accumulate: int, what: str = "train.batch_size={}", virtual_replicas: int = 0
 ) -> None:
-    """Refuses a batch of which a micro-batch of a (virtual) replica would get no example; `what` formats it."""
+    """Raises UserError, which begins with `what`, unless every micro-batch of every replica gets an example."""
     parts = (virtual_replicas or replicas) * accumulate
     if batch < parts:
         why = f"{virtual_replicas} virtual replicas" if virtual_replicas else f"{replicas} replicas"
@@ -83,7 +82,7 @@ def check_batch(
 
 
 def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
-    """Turns the durations of a validated experiment into updates, for a training split of so many examples."""
+    """Turns the durations of a validated experiment into updates, for so many training examples and replicas in all."""
     train = experiment.train
     check_batch(train.batch_size, replicas, train.accumulate, virtual_replicas=train.virtual_replicas)
     per_epoch = -(-examples // train.batch_size)
@@ -102,8 +101,7 @@ def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
     if warmup >= updates and requested == Optimizer().warmup:  # the default, which a short run cannot have
         warmup = updates // 10
         logger.info(f"the warm-up is {warmup} of {updates} updates: optimizer.warmup={requested!r} would leave none")
-    # `linear` as in Goyal et al., *Accurate, Large Minibatch SGD* (2017); `sqrt` as in Krizhevsky, *One weird trick*
-    # (2014), which keeps the variance.
+    # `linear` as in Goyal et al. (2017), `sqrt` as in Krizhevsky (2014).
     power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[optimizer.scale_learning_rate]
     return Plan(
         examples=examples,
@@ -125,16 +123,14 @@ def _decay(experiment: Experiment, per_epoch: int, updates: int, warmup: int) ->
     optimizer, batch = experiment.optimizer, experiment.train.batch_size
     options, field = schedule_options(optimizer), "optimizer.schedule_options"
     if warmup >= updates:
-        raise UserError(
-            f"optimizer.warmup={optimizer.warmup!r} is {warmup} updates of {updates}", "leave some for training"
-        )
+        what = f"optimizer.warmup={optimizer.warmup!r} is {warmup} updates of {updates}"
+        raise UserError(what, "leave some for training")
     match optimizer.schedule:
         case "step":
             texts = _DURATIONS.findall(options["boundaries"])
             if "".join(texts).replace(" ", "") != options["boundaries"].replace(" ", ""):
-                raise UserError(
-                    f"boundaries in {field}={options['boundaries']!r} are not understood", "write 30% 60% 80%"
-                )
+                what = f"boundaries in {field}={options['boundaries']!r} are not understood"
+                raise UserError(what, "write 30% 60% 80%")
             boundaries = tuple(duration(f"boundaries in {field}", text, per_epoch, batch, updates) for text in texts)
             if (
                 list(boundaries) != sorted(set(boundaries))
@@ -212,7 +208,7 @@ _SHRINKS = re.compile(
 
 
 def better(text: str, field: str = "checkpoint.best") -> Aim:
-    """Parses `checkpoint.best` or `train.monitor`; refuses a name that does not tell which way it is better."""
+    """Parses `checkpoint.best` or `train.monitor`, whose `min` or `max` may be left to a metric's name if it tells."""
     mode, _, name = text.strip().rpartition(" ")
     if mode not in ("", "min", "max"):
         raise UserError(f"{field}={text!r} is not understood", "write a metric, or min or max and a metric")

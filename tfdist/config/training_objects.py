@@ -57,9 +57,8 @@ def loss(train: Train) -> KerasObjectSpec | None:
     """Returns what `train.loss` asks for, None for the loss that fits the data."""
     specs = _all("train.loss", train.loss, LOSSES, ())
     if len(specs) > 1:
-        raise UserError(
-            f"train.loss={train.loss!r} names {len(specs)} losses", "give one, or a function that adds them"
-        )
+        what = f"train.loss={train.loss!r} names {len(specs)} losses"
+        raise UserError(what, "give one, or a function that adds them")
     return specs[0] if specs else None
 
 

@@ -21,7 +21,7 @@ def as_now(reference: str) -> str:
 
 
 def resolve(field: str, reference: str, called: bool = True) -> Callable:
-    """Returns the function (any object if not `called`) of `package.module:function`, also from the working folder."""
+    """Returns the function, or any object unless `called`, of `package.module:function`, also in the working folder."""
     module_name, _, name = as_now(reference).partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `python -m` does so by itself, a console script does not

@@ -119,9 +119,8 @@ def _combinations(experiment: Experiment) -> None:
             "leave out one of them",
         )
     if optimizer.decay_exclude and not optimizer.weight_decay:
-        raise UserError(
-            f"optimizer.decay_exclude={optimizer.decay_exclude!r} has nothing to exclude from", "set weight_decay"
-        )
+        what = f"optimizer.decay_exclude={optimizer.decay_exclude!r} has nothing to exclude from"
+        raise UserError(what, "set weight_decay")
 
 
 def _types(group: object, above: str = "") -> None:
@@ -159,18 +158,15 @@ def _model(model: Model) -> None:
         )
     if model.weights:
         if not model.weights.endswith((config.FILE, ".h5")):
-            raise UserError(
-                f"model.weights={model.weights!r} is no file of Keras", "give a .keras, .weights.h5 or .h5 file"
-            )
+            what = f"model.weights={model.weights!r} is no file of Keras"
+            raise UserError(what, "give a .keras, .weights.h5 or .h5 file")
         _file("model.weights", model.weights)
     if model.freeze and not all(pattern.strip().strip("!") for pattern in model.freeze.split(",")):
-        raise UserError(
-            f"model.freeze={model.freeze!r} is not understood", "write patterns of layer names, such as conv*, !head"
-        )
+        what = f"model.freeze={model.freeze!r} is not understood"
+        raise UserError(what, "write patterns of layer names, such as conv*, !head")
 
 
 def _file(field: str, path: str) -> None:
     if not os.path.isfile(path):
-        raise UserError(
-            f"{field}={path!r} does not exist", "give the path of a file on this machine, or train first what makes it"
-        )
+        what = f"{field}={path!r} does not exist"
+        raise UserError(what, "give the path of a file on this machine, or train first what makes it")

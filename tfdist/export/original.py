@@ -98,13 +98,13 @@ def _from_run(asked: trained_model.ModelRequest, experiment: config.Experiment) 
         loaded, spec = None, recorded
     models.set_precision(experiment.train.precision)
     build = lambda: job.built(experiment, spec)
-    weights = trained_model.read_weights(asked, experiment, build)
+    source, arrays = trained_model.read_weights(asked, experiment, build)
     model = build()
-    model.set_weights(weights.arrays)
+    model.set_weights(arrays)
     training_state.refresh(model)
     inputs, origin = made_examples(model, spec), "made"
     if loaded is not None:
         first = loaded.eval.first_rows(COUNT)[0]
         inputs = keras.tree.map_structure(lambda array: np.asarray(array)[:COUNT], first)
         origin = f"{experiment.data.name}, {experiment.data.eval_split}"
-    return Original(model, experiment, spec, weights.source, inputs, origin, weights.arrays)
+    return Original(model, experiment, spec, source, inputs, origin, arrays)

@@ -24,9 +24,8 @@ def check_data(experiment: config.Experiment, spec: Spec, trained: Spec) -> None
     if spec.names and trained.names and spec.names != trained.names:
         odd = sorted(set(spec.names) ^ set(trained.names))
         why = f"{odd[0]!r} is a class of only one of them" if odd else "they are in another order"
-        raise UserError(
-            f"{what} has other classes than the model was trained on ({why})", "choose data of those classes"
-        )
+        what = f"{what} has other classes than the model was trained on ({why})"
+        raise UserError(what, "choose data of those classes")
     if trained.classes is not None and (spec.classes or 0) > trained.classes:
         why = f"{what} has {spec.classes} classes, the model was trained on {trained.classes}"
         raise UserError(why, "choose other data")

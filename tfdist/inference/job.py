@@ -43,14 +43,15 @@ class Ready:
     source: str  # file or checkpoint with the weights
 
 
-def define_flags() -> None:
-    """Registers the flags that both commands have."""
+def define_flags(output: str = "") -> None:
+    """Registers the flags that both commands have; `output` is the help of --output."""
     runtime_options.define_flags()
-    flags.DEFINE_bool("overwrite", False, "Replace a file that --output names.")
     for name in runtime_options.HELP:
         if name not in (*runtime_options.names(runtime_options.PlacementOptions), "check_agreement"):
             delattr(flags.FLAGS, name)  # it would change nothing here, and so is refused
     define_model_flags()
+    flags.DEFINE_string("output", "", output)
+    flags.DEFINE_bool("overwrite", False, "Replace a file that --output names.")
 
 
 def define_model_flags() -> None:
@@ -61,20 +62,11 @@ def define_model_flags() -> None:
     flags.DEFINE_bool("trust_code", False, "Call functions that --workdir names, though it is not your own work.")
 
 
-def main(run: Callable[[flags.FlagValues], int], own: Sequence[str], with_strategy: bool = True) -> None:
-    """Runs a command that uses a trained model, with the flags `own` besides those of model and environment."""
-    strategy = [name for name in command_line.OF_THE_ENVIRONMENT if name in flags.FLAGS] if with_strategy else []
-    names = tuple(dict.fromkeys([*MODEL_FLAGS, *own, *strategy]))
-    parse = functools.partial(command_line.parse, own=names)
+def main(run: Callable[[flags.FlagValues], int], own: Sequence[str]) -> None:
+    """Runs the body of a command that uses a trained model; `own` are the flags that only this one has."""
+    strategy = [name for name in command_line.OF_THE_ENVIRONMENT if name in flags.FLAGS]
+    parse = functools.partial(command_line.parse, own=tuple(dict.fromkeys([*MODEL_FLAGS, *own, *strategy])))
     command_line.main(lambda argv: run(flags.FLAGS), parse, "interrupted, nothing was written")
-
-
-def request(values: flags.FlagValues) -> ModelRequest:
-    """Returns the model that the flags name; raises UserError if they contradict each other."""
-    names = [name for name in values if name.startswith("config.") and values[name].present]
-    changes = {name: functools.reduce(getattr, name.split(".")[1:], values.config) for name in names}
-    model, from_file = (values.workdir, values.model, values.checkpoint), bool(values["config"].present)
-    return trained_model.request(*model, values.config, changes, from_file, values.trust_code)
 
 
 def with_model(
@@ -85,11 +77,13 @@ def with_model(
 ) -> int:
     """Starts the strategy, loads model and data, and does the work on all workers; returns the exit code.
 
-    Args:
-      work: called with the model, and with a function that returns why the work must stop, or an empty string.
-      rows_alone: another table than that of the training needs no targets, and examples keep their names.
+    `work` is called with the model, and with a function that returns why the work must stop, or an empty string. With
+    `rows_alone`, another table than that of the training needs no targets, and examples keep their names.
     """
-    requested = request(values)
+    names = [name for name in values if name.startswith("config.") and values[name].present]
+    changes = {name: functools.reduce(getattr, name.split(".")[1:], values.config) for name in names}
+    model, from_file = (values.workdir, values.model, values.checkpoint), bool(values["config"].present)
+    requested = trained_model.request(*model, values.config, changes, from_file, values.trust_code)
     field_syntax.check_local("--output", values.output)
     if values.overwrite and values.output in ("", STDOUT):
         raise UserError("--overwrite without a file in --output has nothing to replace", "leave it out")
@@ -106,15 +100,14 @@ def with_model(
     facts |= config.flat(values.config)
 
     def do() -> None:
-        from tfdist.trainer.worker_session import Signals
-
-        with distribution.peers.seeing_signals(), Signals() as signals:
+        with distribution.peers.seeing_signals(), worker_session.Signals() as signals:
             # Their handlers come after the strategy, which swallows SIGTERM.
             reason = lambda: signals.received and f"stopped by {signals.received}"
             work(_ready(requested, experiment, distribution, rows_alone), reason)
 
     # Standard output may be for the result alone; log messages, and those of TFDS, go to standard error then.
-    with contextlib.redirect_stdout(sys.stderr) if values.output == STDOUT else contextlib.nullcontext():
+    aside = contextlib.redirect_stdout(sys.stderr) if values.output == STDOUT else contextlib.nullcontext()
+    with aside:
         distribution = connect.create(placement, facts)
         try:
             worker_session.reporting_failures(distribution.peers, do)
@@ -127,7 +120,7 @@ def with_model(
 def _ready(
     requested: ModelRequest, recorded: config.Experiment | None, distribution: Distribution, rows_alone: bool
 ) -> Ready:
-    """Loads data and model; `recorded` is the run's experiment on the chief, None where the folder may be missing."""
+    """Loads data, model and weights on all workers; the run's experiment is `recorded` only on the chief."""
     from tfdist.data.datasets import registry
     from tfdist.models import build as models
     from tfdist.monitoring import recorder
@@ -152,8 +145,7 @@ def _ready(
             model = trained_model.load(requested.path)
         digests = distribution.peers.gather("the model's weights", recorder.fingerprint(model)[0])
         if len(set(digests)) > 1:
-            what = f"--model={requested.path} is another file on some workers"
-            raise UserError(what, "copy the same to all of them")
+            raise UserError(f"--model={requested.path} is another file on some workers", "copy the same to all of them")
         compatibility.check_inputs(model, experiment, data.spec)
         return Ready(model, True, experiment, data, distribution, str(requested.path))
     build = functools.partial(built, experiment, data.spec)
@@ -166,7 +158,7 @@ def _ready(
 def _agreed(
     requested: ModelRequest, recorded: config.Experiment | None, distribution: Distribution
 ) -> tuple[config.Experiment, Spec | None, bool]:
-    """Broadcasts what the chief read: the experiment, its training data if known, and if other data is requested."""
+    """Broadcasts the run's experiment, its data's description if known, and whether the request names others."""
     from tfdist.data import spec_file
 
     fields = spec = other = None
@@ -181,7 +173,7 @@ def _agreed(
 
 
 def new_rows(experiment: config.Experiment, spec: Spec, requested: ModelRequest, rows_alone: bool) -> Loaded:
-    """Loads all rows of another table than that of the training, encoded by the statistics in its `spec`."""
+    """Loads all rows of another table, encoded by the training's statistics; `rows_alone` leaves out targets."""
     from tfdist.data import bucket_files
     from tfdist.data.datasets import tables
     from tfdist.data.loaded import Loaded
@@ -224,6 +216,6 @@ def share(model: keras.Model, distribution: Distribution, weights: trained_model
     """Assigns the chief's weights to the model on all workers; returns their source."""
     from tfdist.checkpoints import training_state
 
-    path = distribution.peers.gather("the weights", weights and weights.source)[0]
-    training_state.assign(model, distribution, weights.arrays if weights else [])
+    path = distribution.peers.gather("the weights", weights and weights[0])[0]
+    training_state.assign(model, distribution, weights[1] if weights else [])
     return path

@@ -15,10 +15,7 @@ STDOUT = "-"
 
 
 class OutputFile:
-    """Writes text beside the final name, and renames it at the end of a `with` block that raised nothing.
-
-    The name `-` is standard output. Workers that write nothing have `writes=False`.
-    """
+    """Writes text beside the final name (`-`: to stdout), and renames it at the end of a `with` that raised nothing."""
 
     def __init__(self, name: str, overwrite: bool = False, writes: bool = True):
         self._name, self._overwrite, self._writes = name, overwrite, writes

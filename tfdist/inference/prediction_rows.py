@@ -20,21 +20,13 @@ CSV, JSON_LINES = ".csv", ".jsonl"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputReader:
-    """Converts outputs of a model to rows.
+    """Converts outputs of a model to rows."""
 
-    Args:
-      classes: number of classes, or None where the outputs are no scores of classes.
-      names: of the classes, if they have any.
-      from_logits: scores are logits; None to decide by the first batch.
-      scores: include all scores of an example.
-      example: returns the name of an example by its number, such as a path, if they have names.
-    """
-
-    classes: int | None
-    names: tuple[str, ...] = ()
-    from_logits: bool | None = None
-    scores: bool = False
-    example: Callable[[int], str] | None = None
+    classes: int | None  # None where the outputs are no scores of classes
+    names: tuple[str, ...] = ()  # of the classes, if they have any
+    from_logits: bool | None = None  # scores are logits; None to decide by the first batch
+    scores: bool = False  # include all scores of an example
+    example: Callable[[int], str] | None = None  # returns the name of an example by its number, such as a path
 
     def settled(self, outputs: Structure) -> OutputReader:
         """Returns a reader for outputs such as these of the first batch; raises UserError if scores are missing."""
@@ -48,14 +40,14 @@ class OutputReader:
         return dataclasses.replace(self, classes=classes, from_logits=logits)
 
     def rows(self, outputs: Structure, targets: Structure, first: int) -> Iterator[dict[str, object]]:
-        """Yields one row per example of a batch.
+        """Yields one row per example of a batch, whose numbers begin with `first`.
 
-        Args:
-          outputs: arrays [n, ...], for classes of shape [n, classes] or, for sequences, [n, length, classes].
-          targets: arrays [n, ...] likewise, or () for none.
-          first: number of the first example.
+        Outputs are arrays [n, ...], of classes [n, classes], for sequences [n, length, classes]; targets too, or ().
         """
-        columns = {**self._answers(outputs), **(_leaves("target", self._labels(targets)) if len(targets) else {})}
+        columns = self._answers(outputs)
+        if len(targets):
+            one_hot = isinstance(targets, np.ndarray) and targets.ndim > 1 and targets.shape[-1] == self.classes
+            columns |= _leaves("target", targets.argmax(-1) if one_hot else targets)
         for i in range(len(next(iter(columns.values())))):
             row: dict[str, object] = {"number": first + i}
             if self.example:
@@ -80,11 +72,6 @@ class OutputReader:
         if self.scores:
             columns["scores"] = _plain(outputs)
         return columns
-
-    def _labels(self, targets: Structure) -> Structure:
-        """Returns class numbers, where targets are one-hot rows of them."""
-        one_hot = self.classes is not None and isinstance(targets, np.ndarray) and targets.shape[-1:] == (self.classes,)
-        return targets.argmax(-1) if one_hot and targets.ndim > 1 else targets
 
 
 class Lines:
@@ -116,9 +103,8 @@ def _flat(row: dict[str, object]) -> dict[str, object]:
         if not isinstance(value, list):
             flat[name] = value
         elif any(isinstance(inner, list) for inner in value):
-            raise UserError(
-                f"{name!r} is a table for each example, and a line of CSV holds none", "write a .jsonl file"
-            )
+            what = f"{name!r} is a table for each example, and a line of CSV holds none"
+            raise UserError(what, "write a .jsonl file")
         elif len(value) == 1:
             flat[name] = value[0]
         else:
@@ -143,16 +129,9 @@ def _plain(array: np.ndarray) -> list:
     if array.dtype == np.float64 or (array.dtype.kind != "f" and array.dtype.name != "bfloat16"):
         return array.tolist()
     shortest = array.astype(np.float32).reshape(-1).astype(str)
-    return _shaped([float(text) for text in shortest], array.shape)
+    return np.array([float(text) for text in shortest], object).reshape(array.shape).tolist()
 
 
 def _each(numbers: np.ndarray, name: Callable[[int], object]) -> list:
     """Returns nested lists of `name` of each number."""
-    return _shaped([name(int(k)) for k in numbers.reshape(-1)], numbers.shape)
-
-
-def _shaped(values: list, shape: tuple[int, ...]) -> list:
-    """Returns the values of a flat list as nested ones."""
-    for side in reversed(shape[1:]):
-        values = [values[i : i + side] for i in range(0, len(values), side)] if side else [[]] * len(values)
-    return values
+    return np.array([name(int(k)) for k in numbers.reshape(-1)], object).reshape(numbers.shape).tolist()

@@ -15,7 +15,7 @@ import pathlib
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -30,33 +30,23 @@ from tfdist.errors import UserError, one_line
 if TYPE_CHECKING:
     import keras
 
+T = TypeVar("T")
 MODEL = "model.keras"
 LATEST, BEST = "latest", "best"
-CHANGEABLE = ("config.data.", "config.eval.batch_size")
-"""Fields of the experiment that may be changed after the training."""
+CHANGEABLE = ("config.data.", "config.eval.batch_size")  # may change after the training
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """The model that the flags name; nothing has been read yet.
+    """The model that the flags name; nothing has been read yet."""
 
-    Args:
-      workdir: a run folder, or empty.
-      model: a `.keras` file, or empty.
-      checkpoint: `latest`, `best` or an update of the run; empty for its `model.keras`.
-      experiment: replaces a run's where there is only a file.
-      changes: fields of the experiment by name, such as `config.data.eval_split`.
-      trust_code: call functions that the run folder names though it is not the user's own work.
-      copy: of a run folder in a bucket, on this machine.
-    """
-
-    workdir: str
-    model: str
-    checkpoint: str
-    experiment: config.Experiment
-    changes: Mapping[str, Any]
-    trust_code: bool = False
-    copy: RunFolder | None = None
+    workdir: str  # a run folder, or empty
+    model: str  # a `.keras` file, or empty
+    checkpoint: str  # `latest`, `best` or an update of the run; empty for its `model.keras`
+    experiment: config.Experiment  # replaces a run's where there is only a file
+    changes: Mapping[str, Any]  # fields of the experiment by name, such as `config.data.eval_split`
+    trust_code: bool = False  # call functions that the run folder names though it is not the user's own work
+    copy: RunFolder | None = None  # of a run folder in a bucket, on this machine
 
     @property
     def path(self) -> pathlib.Path:
@@ -96,7 +86,10 @@ def request(
     from_file: bool,
     trust_code: bool = False,
 ) -> ModelRequest:
-    """Returns the request of these flags, checked without the disk; `changes` are fields set on the command line."""
+    """Returns the request of these flags, checked without access to the disk.
+
+    `changes` are the experiment's fields that were set on the command line; `from_file` tells that --config is given.
+    """
     if bool(workdir) == bool(model):
         both = "--workdir and --model name two models" if model else "neither --workdir nor --model says which model"
         raise UserError(both, "give a run folder such as --workdir=runs/digits, or --model=path.keras")
@@ -115,9 +108,6 @@ def request(
             what = f"--{name} changes nothing once a model is trained"
             raise UserError(what, "leave it out (--config.data.* and --config.eval.batch_size can be set)")
     return ModelRequest(workdir, model, checkpoint, validation.validate(experiment), dict(changes), trust_code)
-
-
-# -- the experiment -----------------------------------------------------------
 
 
 def read_experiment(request: ModelRequest) -> config.Experiment:
@@ -153,9 +143,8 @@ def _recorded(request: ModelRequest, path: pathlib.Path) -> config.Experiment:
     except (OSError, ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        raise UserError(
-            f"--workdir={request.name} holds no run (no experiment.json that can be read)", "check the path"
-        )
+        what = f"--workdir={request.name} holds no run (no experiment.json that can be read)"
+        raise UserError(what, "check the path")
     if not request.checkpoint:  # which is compared with its own record
         integrity.check_trusted(path, request.name)
     experiment = experiment_from(fields, str(path / own_work.EXPERIMENT))
@@ -173,26 +162,23 @@ def other_data(request: ModelRequest) -> bool:
     return name is not None and (bool(request.model) or name != recorded.get("data", {}).get("name"))
 
 
-def experiment_from(
-    fields: dict[str, Any], what: str = "the experiment", kind: Callable[[], Any] = config.Experiment
-) -> Any:
-    """Returns the experiment from its `dataclasses.asdict`, or a `kind` of group; missing fields get their defaults."""
-    instance = kind()
+def experiment_from(fields: dict[str, Any], what: str = "the experiment") -> config.Experiment:
+    """Returns the experiment from its `dataclasses.asdict`; missing fields of earlier versions get their defaults."""
+    return _filled(config.Experiment(), fields, what)
+
+
+def _filled(instance: T, fields: dict[str, Any], what: str) -> T:
     for name, value in fields.items():
         name = config.current_name(name)
         if not hasattr(instance, name):
-            raise UserError(
-                f"{what} has a field {name!r}, which this tfdist does not know", "use the version of the run"
-            )
+            why = f"{what} has a field {name!r}, which this tfdist does not know"
+            raise UserError(why, "use the version of the run")
         default = getattr(instance, name)
         nested = dataclasses.is_dataclass(default)
         if not isinstance(value, dict if nested else str if isinstance(default, str) else (int, float)):
             raise UserError(f"{what} has {name}={value!r}, which it cannot have been written with", "copy it back")
-        setattr(instance, name, experiment_from(value, what, type(default)) if isinstance(value, dict) else value)
+        setattr(instance, name, _filled(type(default)(), value, what) if isinstance(value, dict) else value)
     return instance
-
-
-# -- the weights ----------------------------------------------------------------
 
 
 def load(path: pathlib.Path) -> keras.Model:
@@ -213,16 +199,11 @@ def load(path: pathlib.Path) -> keras.Model:
         ) from error
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Weights:
-    """Weights of a model, on the chief."""
-
-    source: str  # file or checkpoint, for messages
-    arrays: list[np.ndarray]  # in the order of `model.weights`
+Weights: TypeAlias = tuple[str, list[np.ndarray]]  # file or checkpoint, and arrays in the order of `model.weights`
 
 
 def read_weights(requested: ModelRequest, experiment: config.Experiment, build: Callable[[], keras.Model]) -> Weights:
-    """Reads the weights of a run, checked to be as it has written them; `build` builds the model, with any weights."""
+    """Reads the weights of a run for the model that `build` makes, and checks that they are as it has written them."""
     import tensorflow as tf
 
     # A separate model on the host leaves the strategy's variables alone, which are assigned on all workers.
@@ -250,27 +231,8 @@ def _from_file(requested: ModelRequest, plain: keras.Model) -> Weights:
     if not expected:
         what = f"{requested.name}/result.json has no checksum of {MODEL}, so the run has not completed"
         raise UserError(what, f"use --checkpoint=latest, or --model={requested.shown(path)} for that file as it is")
-    _check_archive(path, requested.shown(path))
-    try:
-        with _optimizer_left_out():
-            plain.load_weights(path)
-    except Exception as error:  # Keras' and those of zip and HDF5 readers
-        raise UserError(
-            f"{requested.shown(path)} does not fit the model that {plain.name!r} is now ({line(error)})",
-            f"bring back the code that it was trained with, or use --model={requested.shown(path)}",
-        ) from error
-    if recorder.fingerprint(plain)[0] != expected:
-        raise UserError(
-            f"{requested.shown(path)} has other weights than result.json (weights_sha256): it is of another run, or "
-            "damaged",
-            "use --checkpoint=latest, or train again",
-        )
-    return Weights(requested.shown(path), list(plain.get_weights()))
-
-
-def _check_archive(path: pathlib.Path, shown: str) -> None:
-    """Reads a `.keras` file to its end: HDF5's reader of damaged bytes ends the process by a signal."""
-    try:
+    shown = requested.shown(path)
+    try:  # to its end: HDF5's reader of damaged bytes ends the process by a signal
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
         why = f"{broken} in it" if broken else ""
@@ -278,6 +240,16 @@ def _check_archive(path: pathlib.Path, shown: str) -> None:
         why = line(error)
     if why:
         raise UserError(f"{shown} is damaged ({why})", "use --checkpoint=latest, or train again")
+    try:
+        with _optimizer_left_out():
+            plain.load_weights(path)
+    except Exception as error:  # Keras' and those of zip and HDF5 readers
+        what = f"{shown} does not fit the model that {plain.name!r} is now ({line(error)})"
+        raise UserError(what, f"bring back the code that it was trained with, or use --model={shown}") from error
+    if recorder.fingerprint(plain)[0] != expected:
+        what = f"{shown} has other weights than result.json (weights_sha256): it is of another run, or damaged"
+        raise UserError(what, "use --checkpoint=latest, or train again")
+    return shown, list(plain.get_weights())
 
 
 def _from_checkpoint(requested: ModelRequest, experiment: config.Experiment, plain: keras.Model) -> Weights:
@@ -287,12 +259,16 @@ def _from_checkpoint(requested: ModelRequest, experiment: config.Experiment, pla
     folder = requested.path / "checkpoints"
     paths = files.newest_first(folder)
     if not paths:
-        raise UserError(
-            f"there is no checkpoint in {requested.shown(folder)}", "leave out --checkpoint, or check --workdir"
-        )
+        what = f"there is no checkpoint in {requested.shown(folder)}"
+        raise UserError(what, "leave out --checkpoint, or check --workdir")
     if requested.checkpoint != LATEST:
-        best = requested.checkpoint == BEST
-        update = _best_update(paths, experiment, requested.storage) if best else int(requested.checkpoint)
+        if requested.checkpoint != BEST:
+            update: int | None = int(requested.checkpoint)
+        elif experiment.checkpoint.best:  # which the newest valid one records
+            newest = next((content for path in paths if (content := resume.load(path, requested.storage))), None)
+            update = newest.state["best"]["update"] if newest else None
+        else:
+            raise UserError("--checkpoint=best, and the run has not recorded it (checkpoint.best)", "use latest")
         chosen = [path for path in paths if files.update_of(path) == update]
         if not chosen:
             updates = ", ".join(str(files.update_of(path)) for path in reversed(paths))
@@ -308,18 +284,9 @@ def _from_checkpoint(requested: ModelRequest, experiment: config.Experiment, pla
             outside = name if name.endswith(config.FILE) and pathlib.Path(name) != requested.path / MODEL else ""
             integrity.check_state(requested.path, content.state, requested.shown(path), outside)
             averaged = experiment.optimizer.ema_momentum > 0
-            return Weights(requested.shown(path), training_state.weights(plain, content.tensors, averaged))
-    raise UserError(
-        f"none of the checkpoints that --checkpoint={requested.checkpoint} means is valid", "choose another"
-    )
-
-
-def _best_update(paths: list[pathlib.Path], experiment: config.Experiment, storage: Disk) -> int | None:
-    """Returns the update of the best checkpoint, which the newest valid one records."""
-    if not experiment.checkpoint.best:
-        raise UserError("--checkpoint=best, and the run has not recorded it (checkpoint.best)", "use latest")
-    newest = next((content for path in paths if (content := resume.load(path, storage))), None)
-    return newest.state["best"]["update"] if newest else None
+            return requested.shown(path), training_state.weights(plain, content.tensors, averaged)
+    what = f"none of the checkpoints that --checkpoint={requested.checkpoint} means is valid"
+    raise UserError(what, "choose another")
 
 
 @contextlib.contextmanager

@@ -19,15 +19,7 @@ from tfdist.models import freezing, objective, pretrained
 from tfdist.models.zoo import keras_applications, layers, small, vision
 
 _ZOO: dict[str, Callable[..., keras.Model]] = {
-    "cnn": small.cnn,
-    "mlp": small.mlp,
-    "conv_bn": small.conv_bn,
-    "alexnet": vision.alexnet,
-    "resnet_cifar": vision.resnet_cifar,
-    "vit": vision.vit,
-    "char_transformer": small.char_transformer,
-    "gpt": small.gpt,
-    "table_mlp": small.table_mlp,
+    name: getattr(small, name, None) or getattr(vision, name) for name in config.MODELS
 }
 
 
@@ -38,10 +30,10 @@ def set_precision(precision: str) -> None:
 
 
 def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> keras.Model:
-    """Builds `model.name` for this data; call it inside the strategy's scope, on all workers.
+    """Builds `model.name` for this data; call it inside the strategy's scope, on all workers. `quiet` logs nothing.
 
-    The initial weights depend on the experiment's seed and the file of `model.weights` alone, which every worker reads.
-    Unless `quiet`, logs which weights were taken and which layers are frozen.
+    The initial weights depend on the experiment's seed alone, and on the file of `model.weights`, which every worker
+    reads.
     """
     wanted = experiment.model
     keras.utils.set_random_seed(experiment.seed)
@@ -73,49 +65,47 @@ def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> ker
 def compiled(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, experiment: config.Experiment, data: Loaded
 ) -> Loaded:
-    """Compiles the model with the experiment's loss and metrics or its own; returns data with targets for them."""
-    train, name, source = experiment.train, experiment.model.name, data.train
-    inputs = len(keras.tree.flatten(getattr(model, "inputs", None) or []))
-    given = inputs if source.columns is None else len(keras.tree.flatten(source.columns[0]))
-    if inputs and inputs != given:
-        raise UserError(f"model.name={name!r} takes {inputs} arrays as input, the data has {given}", "give it as many")
+    """Compiles the model, unless it brought its own loss, and returns the data with targets in the form for that."""
+    train, name, columns = experiment.train, experiment.model.name, data.train.columns
+    wanted = len(keras.tree.flatten(getattr(model, "inputs", None) or []))
+    given = wanted if columns is None else len(keras.tree.flatten(columns[0]))
+    if wanted and wanted != given:
+        raise UserError(f"model.name={name!r} takes {wanted} arrays as input, the data has {given}", "give it as many")
     if model.compiled:
         for field, value in (("train.loss", train.loss), ("train.metrics", train.metrics)):
             if value:
                 what = f"{field}={value!r}, and model.name={name!r} compiles the model itself"
                 raise UserError(what, "leave out one of them")
     if model.compiled or data.spec.classes is None:
-        purpose = "is for classification with tfdist's own loss"
-        if source.mixes:
-            what = f"data.augment={experiment.data.augment!r} mixes classes, which {purpose}"
-            raise UserError(what, "leave out mixup and cutmix")
+        if data.train.mixes:
+            what = f"data.augment={experiment.data.augment!r} mixes classes, which is for classification"
+            raise UserError(f"{what} with tfdist's own loss", "leave out mixup and cutmix")
         if train.label_smoothing:
-            raise UserError(f"train.label_smoothing={train.label_smoothing} {purpose}", "set it to 0")
+            what = f"train.label_smoothing={train.label_smoothing} is for classification with tfdist's own loss"
+            raise UserError(what, "set it to 0")
     if model.compiled:
-        half = model.dtype_policy.name == "mixed_float16"
-        model.optimizer = keras.optimizers.LossScaleOptimizer(optimizer) if half else optimizer
+        scales = model.dtype_policy.name == "mixed_float16"
+        model.optimizer = keras.optimizers.LossScaleOptimizer(optimizer) if scales else optimizer
         return data
-    goal = objective.of(experiment, model, data)
-    if data.spec.classes is None:
-        if not goal.own:
-            _check_targets(name, model, source)
-    else:
+    arguments, rows, own = objective.of(experiment, model, data)
+    if data.spec.classes is not None:
         _check_outputs(name, model, data.spec.classes, train.loss)
-    model.compile(optimizer=optimizer, **goal.arguments)
-    if goal.one_hot:
+    elif not own:
+        _check_targets(name, model, data.train)
+    model.compile(optimizer=optimizer, **arguments)
+    if rows:
         classes = data.spec.classes or 0
-        data = dataclasses.replace(data, train=one_hot(source, classes), eval=one_hot(data.eval, classes))
+        data = dataclasses.replace(data, train=one_hot(data.train, classes), eval=one_hot(data.eval, classes))
     return data
 
 
 def _made(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
     if name in config.APPLICATIONS:
         return keras_applications.build(name, options, spec)
-    function = _ZOO.get(name)
-    if function:
-        layers.check_options(function, options)
-    else:
-        function = user_functions.resolve("model.name", name)
+    if name not in _ZOO:
+        return user_functions.call("model.options", user_functions.resolve("model.name", name), options, spec)
+    function = _ZOO[name]
+    layers.check_options(function, options)
     return user_functions.call("model.options", function, options, spec)
 
 
@@ -132,7 +122,7 @@ def _check_targets(name: str, model: keras.Model, train: Source) -> None:
 
 
 def _check_outputs(name: str, model: keras.Model, classes: int, loss: str) -> None:
-    """Refuses what the loss (empty: tfdist's own, which takes logits) would train wrongly without a word."""
+    """Refuses what the loss cannot train: tfdist's own takes logits, and would train probabilities without a word."""
     outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
     if len(outputs) != 1:  # none: a class of one's own, which has not been called yet
         return
@@ -151,17 +141,18 @@ def _loaded(path: str, precision: str, spec: Spec) -> keras.Model:
     try:
         model = keras.saving.load_model(path, compile=False, safe_mode=True)
     except Exception as error:  # whatever the layers in it raise
-        what = f"model.name={path!r} cannot be loaded ({one_line(error, 200)})"
+        why = one_line(error, 200)
+        what = f"model.name={path!r} cannot be loaded ({why})"
         raise UserError(what, "give a file that Keras has saved, without code of its own") from error
     if not isinstance(model, keras.Model):
         raise UserError(f"model.name={path!r} holds no keras.Model", "give the model.keras of a run")
-    for layer in keras_internals.flat_layers(model):  # `model.trainable = True` leaves out the inside of frozen ones
+    for layer in keras_internals.flat_layers(model):  # `model.trainable = True` leaves out the inside of a frozen one
         layer.trainable = True
     advice = f"choose a model by name and start with these weights: model.weights={path}"
     inputs = keras.tree.flatten(model.inputs)
     # Half precision leaves its last layer in float32.
-    trained = (one for one in keras_internals.flat_layers(model) if keras_internals.own_trainable_variables(one))
-    policies = {layer.dtype_policy.name for layer in trained}
+    inner = keras_internals.flat_layers(model)
+    policies = {layer.dtype_policy.name for layer in inner if keras_internals.own_trainable_variables(layer)}
     own_precision = ", ".join(sorted(policies - {"float32"})) or "float32"
     if policies and own_precision != precision:
         raise UserError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 
@@ -15,21 +15,16 @@ from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals
 
 
-class LossAndMetrics(NamedTuple):
-    """Loss and metrics."""
+def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> tuple[dict[str, Any], bool, bool]:
+    """Returns what `train.loss` and `train.metrics` ask for, and for what they leave open, what fits the data.
 
-    arguments: dict[str, object]  # of `compile`
-    one_hot: bool  # whether they compare outputs with rows of 0 and 1 instead of class numbers
-    own: bool  # whether the loss is the user's own, of which nothing is known
-
-
-def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> LossAndMetrics:
-    """Returns what `train.loss` and `train.metrics` ask for, and for what they leave open, what fits the data."""
+    These are arguments of `compile`; whether they compare outputs with rows of 0 and 1 instead of class numbers; and
+    whether the loss is the user's own, of which nothing is known.
+    """
     spec, metrics = training_objects.loss(experiment.train), training_objects.metrics(experiment.train)
     if data.spec.classes is None:
         loss = _loss(spec, model, {}) if spec else "mse"
-        arguments = {"loss": loss, "metrics": _metrics(metrics, model) or ["mae"]}
-        return LossAndMetrics(arguments, False, bool(spec and not spec.kind))
+        return {"loss": loss, "metrics": _metrics(metrics, model) or ["mae"]}, False, bool(spec and not spec.kind)
     smoothing = experiment.train.label_smoothing
     mixes, weighted = data.train.mixes, data.train.weighted
     fitting: dict[str, object] = {"reduction": "mean_with_sample_weight"} if weighted else {}
@@ -43,21 +38,15 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> LossA
         what = f"data.augment={experiment.data.augment!r} mixes classes, and train.loss={spec.name} takes class numbers"
         raise UserError(what, "leave out mixup and cutmix, or use categorical_crossentropy")
     if smoothing:
-        takes = spec.kind and "label_smoothing" in inspect.signature(getattr(keras.losses, spec.kind)).parameters
-        if not takes or "label_smoothing" in spec.options or spec.kind.startswith("Sparse"):
-            own = " and its own" * ("label_smoothing" in spec.options)
-            what = f"train.label_smoothing={smoothing} does not go with train.loss={spec.name}{own}"
-            raise UserError(what, "set it to 0")
-        fitting["label_smoothing"] = smoothing
+        fitting["label_smoothing"] = _smoothing(spec, smoothing)
     for metric in metrics:
         _check_targets(metric, _takes_rows(metric, model), rows)
-    made = _metrics(metrics, model) or ["accuracy"]  # which count the examples' own weights, if they have any
-    arguments = {"loss": _loss(spec, model, fitting), "weighted_metrics" if weighted else "metrics": made}
-    return LossAndMetrics(arguments, rows, not spec.kind)
+    loss, made = _loss(spec, model, fitting), _metrics(metrics, model) or ["accuracy"]
+    return {"loss": loss, "weighted_metrics" if weighted else "metrics": made}, rows, not spec.kind
 
 
 def callbacks(experiment: config.Experiment) -> list[keras.callbacks.Callback]:
-    """Returns what `train.callbacks` asks for, made anew."""
+    """Returns what `train.callbacks` asks for, made anew. Raises UserError: something there makes no callbacks."""
     made = []
     for spec in training_objects.callbacks(experiment.train):
         if spec.kind:
@@ -101,17 +90,26 @@ def _check_targets(metric: KerasObjectSpec, takes_rows: bool | None, rows: bool)
     if takes_rows is None or takes_rows == rows:
         return
     if rows:
-        raise UserError(
-            f"train.metrics: {metric.name} takes class numbers, and the loss rows of 0 and 1",
-            "use one without sparse "
-            "in its name, or set train.label_smoothing=0 and leave out mixup, cutmix and a categorical train.loss",
-        )
+        other = "set train.label_smoothing=0 and leave out mixup, cutmix and a categorical train.loss"
+        what = f"train.metrics: {metric.name} takes class numbers, and the loss rows of 0 and 1"
+        raise UserError(what, f"use one without sparse in its name, or {other}")
     what = f"train.metrics: {metric.name} takes rows of 0 and 1, and the loss class numbers"
     raise UserError(what, "use one with sparse in its name, or a train.loss with categorical in its name")
 
 
+def _smoothing(spec: KerasObjectSpec, smoothing: float) -> float:
+    takes = spec.kind and "label_smoothing" in inspect.signature(getattr(keras.losses, spec.kind)).parameters
+    if not takes or "label_smoothing" in spec.options or spec.kind.startswith("Sparse"):
+        raise UserError(
+            f"train.label_smoothing={smoothing} does not go with train.loss={spec.name}"
+            f"{' and its own' * ('label_smoothing' in spec.options)}",
+            "set it to 0",
+        )
+    return smoothing
+
+
 def _loss(spec: KerasObjectSpec, model: keras.Model, fitting: dict[str, object]) -> object:
-    """Returns a loss; Keras' own also take `fitting`."""
+    """Returns a loss; `fitting` are arguments that Keras' own take besides."""
     return _of_keras(keras.losses, spec, _logits(spec, model, keras.losses) | fitting) if spec.kind else _own(spec)
 
 
@@ -137,7 +135,7 @@ def _logits(spec: KerasObjectSpec, model: keras.Model, module: object) -> dict[s
 
 
 def _of_keras(module: object, spec: KerasObjectSpec, fitting: dict[str, object]) -> object:
-    """Returns an object of Keras, with `fitting` where the experiment gives no such argument."""
+    """Returns an object of Keras; `fitting` are arguments that stand back behind those that were written."""
     kind = getattr(module, spec.kind, None)
     if kind is None:
         raise UserError(f"{spec.field}={spec.name} needs a newer Keras than {keras.__version__}", "upgrade it")

@@ -34,9 +34,8 @@ def build(experiment: config.Experiment, plan: Plan) -> keras.optimizers.Optimiz
         function = user_functions.resolve("optimizer.name", wanted.name)
     else:
         if wanted.name not in _CLASSES:
-            raise UserError(
-                f"optimizer.name={wanted.name!r} needs a newer Keras than {keras.__version__}", "upgrade it"
-            )
+            what = f"optimizer.name={wanted.name!r} needs a newer Keras than {keras.__version__}"
+            raise UserError(what, "upgrade it")
         function = getattr(keras.optimizers, _CLASSES[wanted.name])
     try:
         optimizer = user_functions.call(
@@ -100,7 +99,7 @@ def rate(experiment: config.Experiment, plan: Plan) -> float | LearningRateSched
 
 
 class WarmUp(LearningRateSchedule):
-    """A line from `start` to `peak` over `updates`, then `after`: for Keras' schedules without a warm-up."""
+    """A line from `start` up to `peak` over `updates`, then a schedule of Keras that has no warm-up of its own."""
 
     def __init__(self, after: LearningRateSchedule, start: float, peak: float, updates: int):
         self.after, self._start, self._peak, self._updates = after, start, peak, updates
@@ -119,10 +118,7 @@ class WarmUp(LearningRateSchedule):
 
 @contextlib.contextmanager
 def portable(model: keras.Model) -> Iterator[None]:
-    """Lets the model, within it, be saved as a file that loads without tfdist.
-
-    Its schedule is then Keras' own part of a `WarmUp`: the same from the end of the warm-up on.
-    """
+    """Lets the model be saved, within it, to load without tfdist: with Keras' part of a `WarmUp`, the same after it."""
     optimizer = keras_internals.inner_optimizer(model.optimizer)
     schedule = keras_internals.rate_setting(optimizer)
     if not isinstance(schedule, WarmUp):

@@ -22,16 +22,16 @@ NUMBERED = _CLASSES | {f"{way}_{name}" for way in ("forward", "backward") for na
 """What Keras calls a layer without a name, before the number that it counts up in each process."""
 OF_TRAINING = {"optimizer", "metrics", "seed_generator"}  # parts of a file that are not weights
 
-Key = tuple[str, ...]
-"""Names of the layers around a variable, from the outside in, and its number among those of its layer."""
+Key = tuple[str, ...]  # names of the layers around a variable, from outside in, and its number among that layer's
 
 
 def take(model: keras.Model, path: str) -> str:
-    """Gives the built model the weights in a file, where layer, variable and shape are the same; returns a summary.
+    """Gives a built model the weights in a file, where layer, variable and shape are the same.
 
-    A layer goes by its name, or if Keras has numbered it by its place among those of its class. One that has more or
-    fewer variables than in the file takes none: those of BatchNorm without `scale`, say, have the same shapes and other
-    meanings. All workers call this within the strategy's scope.
+    Returns a line about them. A layer goes by its name, or if Keras has numbered it by its place among those of its
+    class. One that has more or fewer variables than in the file takes none: those of BatchNorm without `scale`, say,
+    have the same shapes and other meanings. Call it within the scope of the strategy, on all workers. The file is a
+    `.keras`, `.weights.h5` or (as Keras 2 and keras.applications have them) `.h5` file.
     """
     try:
         given = read(path)
@@ -65,7 +65,7 @@ def take(model: keras.Model, path: str) -> str:
 
 
 def read(path: str) -> dict[Key, np.ndarray]:
-    """Returns the weights in a `.keras`, `.weights.h5` or (as of Keras 2, keras.applications) `.h5` file."""
+    """Returns the weights in a file; raises the errors of zipfile and h5py if it is none that Keras has saved."""
     if path.endswith(".keras"):
         with zipfile.ZipFile(path) as archive:
             stored = io.BytesIO(archive.read("model.weights.h5"))
@@ -85,7 +85,9 @@ def _places(file: h5py.Group) -> dict[Key, str]:
     def visit(place: str, item: h5py.Group | h5py.Dataset) -> None:
         layer, _, last = place.rpartition("/")
         if last == "vars" or place == "vars":
-            labels[layer] = _stable(item.attrs.get("name", ""), layer.rpartition("/")[2])
+            name, segment = item.attrs.get("name", ""), layer.rpartition("/")[2]
+            # The attribute that holds the layer says more than a number of Keras' own.
+            labels[layer] = segment if _base(name) in NUMBERED and _base(segment) != _base(name) else name
         elif isinstance(item, h5py.Dataset) and not OF_TRAINING & {_base(part) for part in place.split("/")}:
             layer_of[place] = layer.rpartition("/")[0]
 
@@ -113,7 +115,10 @@ def _older_places(root: h5py.Group) -> dict[Key, str]:
 
 
 def _keys(chains: Iterable[tuple[tuple[str, ...], str, str]]) -> dict[Key, str]:
-    """Places by key, from (layers' names, variable's number, place); numbered layers are counted anew, in order."""
+    """Places by key, of (names of the layers, number of the variable, its place).
+
+    Layers that Keras has numbered are counted anew, in the order in which they come.
+    """
     counted: dict[tuple, list[str]] = {}
     places = {}
     for names, number, place in chains:
@@ -129,11 +134,6 @@ def _keys(chains: Iterable[tuple[tuple[str, ...], str, str]]) -> dict[Key, str]:
         key = (*key, number)
         places[key] = place
     return places
-
-
-def _stable(name: str, segment: str) -> str:
-    """A layer's name; that of the attribute that holds it, if the name is only a number of Keras' own."""
-    return segment if _base(name) in NUMBERED and _base(segment) != _base(name) else name
 
 
 def _base(name: str) -> str:

@@ -53,11 +53,8 @@ def _write(
 
     data, experiment = ready.data, ready.experiment
     if not data.eval.repeats_order():
-        raise UserError(
-            f"data.name={experiment.data.name!r} has another order each time that it is read, so no line would "
-            "belong to an example",
-            "do not shuffle data.eval_split",
-        )
+        what = f"data.name={experiment.data.name!r} has another order each time that it is read"
+        raise UserError(f"{what}, so no line would belong to an example", "do not shuffle data.eval_split")
     batch = data.eval.requested_batch(None, experiment.eval.batch_size)
     reader = prediction_rows.OutputReader(
         classes=data.spec.classes,
@@ -66,12 +63,11 @@ def _write(
         scores=values.scores,
         example=data.eval.name,
     )
-    count, settled = 0, False
+    count = 0
     shards, check = ready.experiment.train.virtual_replicas, values.check_agreement
     pieces = evaluation.predict_batches(ready.model, data.eval, ready.distribution, batch, should_stop, shards, check)
     for outputs, targets in pieces:
-        if not settled:
-            reader, settled = reader.settled(outputs), True
+        reader = reader if count else reader.settled(outputs)
         rows = reader.rows(outputs, targets, count)
         count += len(keras.tree.flatten(outputs)[0])
         if ready.distribution.is_chief:
@@ -81,8 +77,7 @@ def _write(
 
 def main() -> None:
     """Entry point of `python -m tfdist.predict`."""
-    job.define_flags()
-    flags.DEFINE_string("output", "", "File to write: .csv or .jsonl; - for CSV on standard output.")
+    job.define_flags("File to write: .csv or .jsonl; - for CSV on standard output.")
     flags.DEFINE_bool("scores", False, "Write the scores of all classes, too.")
     job.main(_run, ("output", "overwrite", "scores"))
 

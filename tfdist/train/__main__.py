@@ -27,15 +27,10 @@ if TYPE_CHECKING:
 
 
 def train_and_evaluate(experiment: config.Experiment, environment: runtime_options.Environment) -> Result | None:
-    """Runs an experiment from beginning to end.
+    """Runs an experiment from beginning to end; raises UserError or TrainingError, which the run folder tells, too.
 
-    Returns:
-      The `tfdist.monitoring.recorder.Result` that was also written to `result.json`; None after a dry run and after
-      a test of learning rates.
-
-    Raises:
-      UserError: experiment or environment cannot be used.
-      TrainingError: training failed; the run folder says so too.
+    Returns the `tfdist.monitoring.recorder.Result` that was also written to `result.json`; None after a dry run and
+    after a test of learning rates.
     """
     # Imported here, so that --help answers at once.
     from tfdist.checkpoints import bucket_folder, resume
@@ -48,10 +43,9 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
     if train.virtual_replicas and placement.options.threads is None and not placement.selection.gpus:
         # The number of threads changes the last bits, and TensorFlow's default is the number of cores.
         placement = dataclasses.replace(placement, options=dataclasses.replace(placement.options, threads=1))
-    if not batch_size_search.is_auto(experiment):
-        schedule.check_batch(
-            train.batch_size, placement.replicas, train.accumulate, virtual_replicas=train.virtual_replicas
-        )
+    if train.batch_size:  # else `auto`
+        parts = placement.replicas, train.accumulate
+        schedule.check_batch(train.batch_size, *parts, virtual_replicas=train.virtual_replicas)
     writes = placement.cluster.is_chief and not environment.dry_run
     folder = bucket_folder.opened(runtime_options.workdir(experiment, environment), writes, placement.cluster.is_chief)
     folder.create()
@@ -62,7 +56,7 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
         resumed = batch_size_search.with_batch(experiment, recorded) if recorded else experiment
         resume.same_experiment(folder, resumed, environment, placement.cluster.attempt)
         proposal = batch_size_search.BatchProposal(recorded)
-        if batch_size_search.is_auto(resumed):
+        if not resumed.train.batch_size:
             proposal = batch_size_search.find(experiment, environment, placement)
         distribution = ahead_of_time.create(placement, environment.topology, config.flat(experiment))
         return worker_session.reporting_failures(
@@ -84,9 +78,8 @@ def _check(experiment: config.Experiment, environment: runtime_options.Environme
     schedule.better(experiment.checkpoint.best)
     schedule.better(experiment.train.monitor, "train.monitor")
     if experiment.checkpoint.every == "off" and (environment.resume == "require" or environment.resume_changed):
-        raise UserError(
-            "checkpoint.every=off, and a resume is asked for", "set it to a time, or leave out the --resume flag"
-        )
+        what = "checkpoint.every=off, and a resume is asked for"
+        raise UserError(what, "set it to a time, or leave out the --resume flag")
     slurm_requeue.check(environment.requeue, os.environ)
 
 
@@ -105,17 +98,18 @@ def _run(
     if environment.find_learning_rate:
         from tfdist.train import rate_search
 
-        rate_search.run(prepare(*arguments, rate_search.plan))
+        prepared = prepare(*arguments, rate_search.plan)
+        rate_search.run(prepared, environment.check_agreement, folder, distribution)
         return None
     prepared = prepare(*arguments)
     if environment.dry_run:
         from tfdist.train import dry_run
 
-        dry_run.rehearse(prepared)
+        dry_run.rehearse(prepared, environment, placement, folder, distribution)
         return None
     from tfdist.train.run import Run
 
-    return Run(prepared).train()
+    return Run(prepared, environment, placement, folder, distribution).train()
 
 
 def _main(argv: list[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tfdist.config import field_syntax
 from tfdist.config.messages import logger
@@ -23,8 +23,7 @@ TRIES = 6  # compilations that each of the two searches may take; a deep network
 FINENESS = 16  # the largest batch is searched with this relative precision
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(NamedTuple):
     """Alternatives that fit."""
 
     batch: int  # the largest global batch that fits, 0 for none
@@ -35,7 +34,10 @@ class Fit:
 def largest_fit(
     needs: Callable[[int, int], float], batch: int, replicas: int, accumulate: int, used: float, limit: float
 ) -> Fit:
-    """Searches batches and micro-batches that fit `limit` bytes per device, where one that needs `used` does not."""
+    """Searches for alternatives to a batch that needs `used` bytes of a device and has `limit`.
+
+    `needs` compiles for a batch and a number of micro-batches, and returns the bytes per device.
+    """
     parts = replicas * accumulate
     fits, too_many = 0, -(-batch // parts)
     step = max(1, too_many // FINENESS)
@@ -61,7 +63,7 @@ def check(where: Environment, batch: int) -> None:
         return
     topology = known.find(where.topology)
     environment.python(topology.compilers, f"--topology={topology.name}")
-    if not batch:  # auto
+    if not batch:
         what = "train.batch_size=auto looks for a batch on this machine"
         raise UserError(what, "give a number, and --topology names the largest that fits where that one does not")
 
@@ -88,18 +90,30 @@ def create(placement: connect.Placement, topology: str, facts: dict[str, str]) -
     return program.distribution(spec.replicas, device, placement.choice.reason)
 
 
-def rehearse(prepared: Preparation) -> list[str]:
-    """Compiles the update, and returns the compiler's figures as lines for a terminal."""
-    topology, train = known.find(prepared.environment.topology), prepared.experiment.train
-    exported = _export(prepared, train.batch_size, train.accumulate)
+def rehearse(prepared: Preparation, distribution: Distribution, name: str) -> list[str]:
+    """Compiles the update, and returns the compiler's figures as lines for a terminal.
+
+    Raises UserError if it does not fit, with alternatives that do, or cannot be compiled; TrainingError if the compiler
+    fails.
+    """
+    from tfdist.keras_bridge import preconditions
+
+    topology, train = known.find(name), prepared.experiment.train
+    exported = _export(prepared, distribution, train.batch_size, train.accumulate)
     result = compiler.compiled(exported, topology)
     if result.needs <= topology.memory:
         bound = roofline(_counted(result, prepared, exported.rows), train.batch_size, train.precision, topology)
-        return [*lines(result, exported.rows, topology), *bound, *_caveats(prepared, topology)]
+        notes = []
+        if topology.compilers == "cuda":
+            text = "this is what XLA needs (--jit=on), not TensorFlow's own kernels (--jit=off)"
+            if topology.replicas > 1 and preconditions.synchronizes(prepared.model):
+                text += "; synchronized BatchNorm runs without XLA on several GPUs"
+            notes = [f"  {'note':<12} {text}"]
+        return [*lines(result, exported.rows, topology), *bound, *notes]
 
     def needs(batch: int, accumulate: int) -> float:
         logger.info(f"it does not fit: trying a batch of {batch} in {accumulate} micro-batches")
-        return compiler.compiled(_export(prepared, batch, accumulate), topology).needs
+        return compiler.compiled(_export(prepared, distribution, batch, accumulate), topology).needs
 
     fit = largest_fit(
         needs, train.batch_size, topology.replicas, train.accumulate, max(1, result.needs), topology.memory
@@ -149,10 +163,11 @@ def _counted(result: compiler.Compiled, prepared: Preparation, rows: int) -> com
 
 
 def roofline(result: compiler.Compiled, batch: int, precision: str, topology: known.Topology) -> list[str]:
-    """Returns an upper bound of the speed (Williams, Waterman and Patterson, *Roofline*, 2009), as a line if known.
+    """Returns an upper bound of the speed (Williams, Waterman and Patterson, *Roofline*, 2009), as a line.
 
     An update takes at least as long as its FLOPs, its memory traffic or its all-reduces (a ring: `2 (W - 1) / W` times
-    the bytes) take at the peak of the data sheet, if all three overlap.
+    the bytes) take at the peak of the data sheet, if all three overlap. No line if the compiler has counted none of
+    them, or the peak of a GPU at this precision is not known.
     """
     from tfdist.monitoring import flops
 
@@ -171,18 +186,7 @@ def roofline(result: compiler.Compiled, batch: int, precision: str, topology: kn
     return [f"  {'bound':<12} at most {1e3 * batch / bound:,.0f} examples/s, by {binding} ({bound:.3g} ms; {rest})"]
 
 
-def _caveats(prepared: Preparation, topology: known.Topology) -> list[str]:
-    from tfdist.keras_bridge import preconditions
-
-    if topology.compilers != "cuda":
-        return []
-    text = "this is what XLA needs (--jit=on), not TensorFlow's own kernels (--jit=off)"
-    if topology.replicas > 1 and preconditions.synchronizes(prepared.model):
-        text += "; synchronized BatchNorm runs without XLA on several GPUs"
-    return [f"  {'note':<12} {text}"]
-
-
-def _export(prepared: Preparation, batch: int, accumulate: int) -> Program:
+def _export(prepared: Preparation, distribution: Distribution, batch: int, accumulate: int) -> Program:
     """Returns the program of an update of this experiment, as in `fit`."""
     from tfdist.data import sources
     from tfdist.keras_bridge import preconditions
@@ -190,7 +194,6 @@ def _export(prepared: Preparation, batch: int, accumulate: int) -> Program:
     from tfdist.topology import program
 
     model, optimizer, source = prepared.model, prepared.experiment.optimizer, prepared.data.train
-    distribution = prepared.distribution
     preconditions.model_fits(model, distribution, accumulate)
     if prepared.class_weights:
         source = sources.weigh_classes(source, prepared.class_weights)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -11,9 +11,14 @@ import psutil
 
 from tfdist import config
 from tfdist.checkpoints import resume, training_run
+from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import field_syntax
+from tfdist.config.runtime_options import Environment
 from tfdist.config.schedule import Plan
 from tfdist.data.batch_layout import Layout
+from tfdist.data.loaded import Loaded
+from tfdist.distributed.connect import Placement
+from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.gpus import DriverGPU
 from tfdist.errors import UserError, shown
 from tfdist.keras_bridge import keras_internals
@@ -25,67 +30,59 @@ from tfdist.train.ahead_of_time import sized
 from tfdist.train.preparation import Preparation
 
 
-def rehearse(prepared: Preparation) -> None:
+def rehearse(
+    prepared: Preparation, environment: Environment, placement: Placement, folder: RunFolder, distribution: Distribution
+) -> None:
     """Prints the plan of a prepared run."""
-    distribution, model, topology = prepared.distribution, prepared.model, prepared.environment.topology
+    experiment, model, topology = prepared.experiment, prepared.model, environment.topology
+    limits = available(len(distribution.devices), placement.selection.gpus)
     if topology:
         spec = known.find(topology)
-        limits: Mapping[str, float] = {f"a {spec.device} of --topology={topology}": spec.memory}
-    else:
-        limits = available(len(distribution.devices), prepared.placement.selection.gpus)
+        limits = {f"a {spec.device} of --topology={topology}": spec.memory}
     with distribution.scope():
         needs = memory(model, limits)
-    if metrics := early_stopping.monitored(prepared.experiment, model):
+    if metrics := early_stopping.monitored(experiment, model):
         # Builds the metrics, as a training does.
         step_calls.step_of(model, distribution, prepared.data.train).prepare_training()
         early_stopping.check_measured(metrics, model)
     if distribution.is_chief:
         if prepared.resumes and not prepared.checkpoints.off:
-            _check_resume(prepared)
-        print("\n".join(map(shown, lines(prepared, needs))), flush=True)
+            _check_resume(prepared, environment, folder)
+        intent = resume.intent(folder, prepared.resumes)
+        rows = lines(experiment, prepared.schedule, model, prepared.data, needs, intent)
+        print("\n".join(map(shown, rows)), flush=True)
     if topology:
-        print("\n".join(ahead_of_time.rehearse(prepared)), flush=True)
+        print("\n".join(ahead_of_time.rehearse(prepared, distribution, topology)), flush=True)
 
 
-def _check_resume(prepared: Preparation) -> None:
+def _check_resume(prepared: Preparation, environment: Environment, folder: RunFolder) -> None:
     """Reads the checkpoint that the run would resume from."""
-    schedule, seed, size, identity = prepared.schedule, prepared.experiment.seed, prepared.data.train.size, {}
-    if size is not None:  # else only the feed knows its batches
-        identity = training_run.identity(schedule.global_batch, schedule.updates_per_epoch, seed, size)
-    resume.choose(
-        prepared.folder.checkpoints,
-        identity,
-        config.flat(prepared.experiment),
-        prepared.environment.resume_changed,
-        prepared.folder.storage,
-        required=prepared.environment.resume == "require",
-        read_only=True,
-    )
+    schedule, source, identity = prepared.schedule, prepared.data.train, {}
+    if source.size is not None:  # else only the feed knows its batches
+        epoch = schedule.global_batch, schedule.updates_per_epoch
+        identity = training_run.identity(*epoch, prepared.experiment.seed, source.size)
+    run = folder.checkpoints, identity, config.flat(prepared.experiment), environment.resume_changed, folder.storage
+    resume.choose(*run, required=environment.resume == "require", read_only=True)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes of one replica throughout a run; the activations of a batch are additional."""
 
     weights: int
     gradients: int
     optimizer: int
 
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
-
 
 def memory(model: keras.Model, available: Mapping[str, float]) -> Memory:
-    """Returns the bytes that a replica needs; refuses if they exceed those `available`, by the name of the device."""
+    """Returns the bytes that a replica of a built model needs; UserError if less is `available`, by device."""
     optimizer = keras_internals.inner_optimizer(model.optimizer)
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
     needed = Memory(_bytes(model.variables), _bytes(model.trainable_variables), _bytes(optimizer.variables))
     for name, size in available.items():
-        if needed.total > size:
+        if sum(needed) > size:
             raise UserError(
-                f"a replica needs {sized(needed.total)} for weights, gradients and optimizer, "
+                f"a replica needs {sized(sum(needed))} for weights, gradients and optimizer, "
                 f"{name} has {sized(size)} for it",
                 "use a smaller model or fewer replicas",
             )
@@ -93,15 +90,16 @@ def memory(model: keras.Model, available: Mapping[str, float]) -> Memory:
 
 
 def available(replicas: int, gpus: tuple[DriverGPU, ...]) -> dict[str, float]:
-    """Returns the bytes for each of this worker's replicas by device; without GPUs they share the machine's memory."""
+    """Returns the bytes for one replica on this worker, by device; replicas on a CPU share its memory."""
     if not gpus:
         return {"this machine": psutil.virtual_memory().total / replicas}
     return {f"GPU {g.number} ({g.name})": g.memory_total * 2**20 for g in gpus if g.memory_total > 0}
 
 
-def lines(prepared: Preparation, needs: Memory) -> list[str]:
-    """Returns the plan as lines for a terminal of 80 columns."""
-    experiment, plan, model, data = prepared.experiment, prepared.schedule, prepared.model, prepared.data
+def lines(
+    experiment: config.Experiment, plan: Plan, model: keras.Model, data: Loaded, needs: Memory, folder: str
+) -> list[str]:
+    """Returns the plan as lines for 80 columns; `folder` describes what will be done with the run folder."""
     train, optimizer, checkpoint = experiment.train, experiment.optimizer, experiment.checkpoint
     layout = Layout(plan.global_batch, plan.replicas, plan.accumulate)
     tail = plan.examples % plan.global_batch
@@ -110,7 +108,7 @@ def lines(prepared: Preparation, needs: Memory) -> list[str]:
     shared = f"in {exact} virtual replicas over" if exact else f"{layout.max_rows} examples per replica,"
     micro = f" in {plan.accumulate} micro-batches of {layout.max_micro_rows}" if plan.accumulate > 1 else ""
     every = "every epoch" if plan.eval_every == 1 else f"every {plan.eval_every} epochs"
-    size = f"{sized(needs.total)} per replica: weights {sized(needs.weights)}, gradients {sized(needs.gradients)},"
+    size = f"{sized(sum(needs))} per replica: weights {sized(needs.weights)}, gradients {sized(needs.gradients)},"
     factors = layerwise_rates.factors(model, field_syntax.layer_rates(optimizer), optimizer.layer_decay)
     rows = [
         ("data", f"{experiment.data.name}, {plan.examples:,} examples, {list(data.spec.shape)} {data.spec.dtype}"),
@@ -125,7 +123,7 @@ def lines(prepared: Preparation, needs: Memory) -> list[str]:
         ("memory", size),
         ("", f"optimizer {sized(needs.optimizer)}; activations come on top"),
         *((name, text) for name in ("loss", "metrics", "callbacks") if (text := getattr(train, name))),
-        ("folder", resume.intent(prepared.folder, prepared.resumes)),
+        ("folder", folder),
     ]
     return [f"  {name:<12} {text}" for name, text in rows]
 

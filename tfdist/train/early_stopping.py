@@ -53,11 +53,9 @@ class Measured(Callback):
 
 
 class Patience(Callback, keras.callbacks.EarlyStopping):
-    """Ends the training when a metric has stopped improving, and restores the weights of its best evaluation.
+    """Ends the training after `patience` evaluations in a row without a better metric, and restores the best weights.
 
-    Args:
-      monitor: metric such as `val_loss`; `min` or `max` before it says which is better where the name does not.
-      patience: evaluations in a row without an improvement after which training ends.
+    `min` or `max` before the metric says which is better where its name does not.
     """
 
     takes_many_updates = True

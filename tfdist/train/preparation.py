@@ -31,12 +31,7 @@ from tfdist.train import batch_size_search
 class Preparation:
     """A run on one worker, ready to train."""
 
-    environment: Environment
-    placement: Placement
-    folder: RunFolder
-    distribution: Distribution
-    experiment: config.Experiment
-    """As it will run: with the batch that was found, and the micro-batches that an earlier attempt needed."""
+    experiment: config.Experiment  # as it will run: with the batch and micro-batches that were found
     recovered_accumulate: int  # micro-batches that an earlier attempt, out of memory, has recorded; 0 if none did
     data: Loaded
     schedule: schedule_lib.Plan
@@ -47,25 +42,24 @@ class Preparation:
     profiled: tuple[int, int]  # first and last update of the profile, (0, 0) for none
     resumes: bool  # the run resumes the earlier one in its folder
 
-    def fit_options(self) -> dict[str, Any]:
-        """Returns the arguments of `fit` that a training has in common with a test of learning rates."""
-        experiment, train, agreement = self.experiment, self.experiment.train, self.environment.check_agreement
-        # Replicas that normalize by themselves, as configured, do not agree; virtual ones normalize together.
-        alone = not experiment.model.sync_batch_norm and not train.virtual_replicas
-        return dict(
-            distribution=self.distribution,
-            batch_size=train.batch_size,
-            accumulate=train.accumulate,
-            virtual_replicas=train.virtual_replicas,
-            shuffle=experiment.data.shuffle,
-            seed=experiment.seed,
-            class_weight=self.class_weights,
-            reduce_dtype=experiment.optimizer.reduce_dtype,
-            lr_multipliers=field_syntax.layer_rates(experiment.optimizer),
-            layer_decay=experiment.optimizer.layer_decay,
-            check_agreement="off" if agreement == "auto" and alone else agreement,
-            verbose=0,
-        )
+    def fit_options(self, check_agreement: str) -> dict[str, Any]:
+        """Returns the arguments of `fit` that a training and a test of learning rates share, with this flag."""
+        train, optimizer = self.experiment.train, self.experiment.optimizer
+        # Replicas that normalize by themselves, as configured, are not checked for `auto`; virtual ones need it so.
+        accepted = not self.experiment.model.sync_batch_norm and not train.virtual_replicas
+        return {
+            "batch_size": train.batch_size,
+            "accumulate": train.accumulate,
+            "virtual_replicas": train.virtual_replicas,
+            "shuffle": self.experiment.data.shuffle,
+            "seed": self.experiment.seed,
+            "class_weight": self.class_weights,
+            "reduce_dtype": optimizer.reduce_dtype,
+            "lr_multipliers": field_syntax.layer_rates(optimizer),
+            "layer_decay": optimizer.layer_decay,
+            "check_agreement": "off" if check_agreement == "auto" and accepted else check_agreement,
+            "verbose": 0,
+        }
 
 
 def prepare(
@@ -75,14 +69,12 @@ def prepare(
     folder: RunFolder,
     distribution: Distribution,
     proposal: batch_size_search.BatchProposal,
-    change_plan: Callable[[schedule_lib.Plan], schedule_lib.Plan] | None = None,
+    change_plan: Callable[[schedule_lib.Plan], schedule_lib.Plan] = lambda plan: plan,
 ) -> Preparation:
     """Loads the data and builds the model. Every worker calls this with the same experiment.
 
-    Args:
-      experiment: its batch and micro-batches may still change here.
-      proposal: this worker's for `train.batch_size=auto`.
-      change_plan: returns another plan in place of that of the run.
+    Its batch and micro-batches may still change here, by this worker's proposal for `train.batch_size=auto`, and the
+    plan by `change_plan`.
     """
     _announce(distribution, placement, experiment.train.virtual_replicas)
     experiment = batch_size_search.agreed(experiment, proposal, distribution)
@@ -92,11 +84,9 @@ def prepare(
         distribution.peers, experiment.data, lambda: registry.load(experiment, not environment.dry_run)
     )
     distribution.peers.check_same(registry.facts(data), "the data set")
-    schedule = schedule_lib.make(experiment, data.examples, distribution.replicas)
-    if change_plan:
-        schedule = change_plan(schedule)
+    schedule = change_plan(schedule_lib.make(experiment, data.examples, distribution.replicas))
     logger.info(f"{experiment.name}: {schedule.describe()}")
-    weights_of_classes = class_weights.resolve(experiment.train.class_weight, data)
+    weights = class_weights.resolve(experiment.train.class_weight, data)
     with distribution.scope():
         model = models.build(experiment, data.spec)
         optimizer = optimizers.build(experiment, schedule)
@@ -122,15 +112,11 @@ def prepare(
         storage=folder.storage,
     )
     return Preparation(
-        environment=environment,
-        placement=placement,
-        folder=folder,
-        distribution=distribution,
         experiment=experiment,
         recovered_accumulate=recovered,
         data=data,
         schedule=schedule,
-        class_weights=weights_of_classes,
+        class_weights=weights,
         model=model,
         callbacks=objective.callbacks(experiment),
         checkpoints=checkpoints,
@@ -146,11 +132,9 @@ def _announce(distribution: Distribution, placement: Placement, shards: int) -> 
     replicas = f"{count} replica{'s' * (count > 1)} on {', '.join(distribution.devices)}{xla}"
     logger.info(f"strategy {distribution.name}, because {distribution.reason}: {replicas}")
     if shards:
+        same = f"every batch in {shards} virtual replicas, with the same bits on any number of replicas up to that"
         threads = placement.options.threads
-        each = f"; --threads={threads} decides about the bits, too" if threads else ""
-        logger.info(
-            f"every batch in {shards} virtual replicas, with the same bits on any number of replicas up to that{each}"
-        )
+        logger.info(same + (f"; --threads={threads} decides about the bits, too" if threads else ""))
     if placement.selection.gpus:
         logger.info(f"devices: {placement.selection.describe()}")
     if placement.survey.problem:

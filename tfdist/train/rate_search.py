@@ -20,6 +20,7 @@ from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import local_files
 from tfdist.config.messages import logger
 from tfdist.config.schedule import Decay, Plan
+from tfdist.distributed.distribution import Distribution
 from tfdist.errors import TrainingError
 from tfdist.trainer import fit
 
@@ -34,8 +35,7 @@ SAFE = 10.0  # the suggested rate is that of the lowest loss divided by this
 _KEEPS = 0.9  # weight of the previous mean in the smoothed loss
 _DIVERGED = 4.0  # the test ends when the smoothed loss is this multiple of the lowest
 _BLUE, _ORANGE, _GRAY = "#0072B2", "#D55E00", "#666666"  # Okabe and Ito's
-_ABOVE = 1.3
-"""Share of the loss's fall that is shown above its first value; a growing loss would push all else to the floor."""
+_ABOVE = 1.3  # share of the fall that is shown above the first value; growing losses push all to the floor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,18 +56,19 @@ def plan(schedule: Plan) -> Plan:
     return dataclasses.replace(schedule, updates=UPDATES, epochs=epochs, **rates)  # type: ignore[arg-type]
 
 
-def run(prepared: Preparation) -> None:
-    """Runs the test with an optimizer made for `plan`; writes a table and a picture of it to the run folder."""
-    experiment, folder, losses = prepared.experiment, prepared.folder, _Losses()
+def run(prepared: Preparation, check_agreement: str, folder: RunFolder, distribution: Distribution) -> None:
+    """Runs the test, whose optimizer was made for `plan`; writes a table and a picture to the folder, nothing else."""
+    losses = _Losses()
     logger.info(f"a test of learning rates: {UPDATES} updates, from {LOWEST:g} to {HIGHEST:g}")
     fit.fit(
         prepared.model,
         prepared.data.train,
-        **prepared.fit_options(),
+        distribution=distribution,
         epochs=UPDATES,
         steps_per_epoch=1,
         steps_per_call=1,
         callbacks=[losses],
+        **prepared.fit_options(check_agreement),
     )
     results = points(losses.losses)
     if len(results) <= WARM:
@@ -83,7 +84,7 @@ def run(prepared: Preparation) -> None:
     writer.writerows(dataclasses.astuple(point) for point in results)
     folder.write_text(TABLE, text.getvalue())
     try:
-        _draw(folder.path / PICTURE, experiment.name, results)
+        _draw(folder.path / PICTURE, prepared.experiment.name, results)
     except OSError as error:
         raise TrainingError(f"{folder.path} cannot be written ({error.strerror}): free or repair that disk") from None
     folder.push()
@@ -91,7 +92,7 @@ def run(prepared: Preparation) -> None:
 
 
 class _Losses(keras.callbacks.TerminateOnNaN):
-    """Collects the loss of each update, and ends the test when it diverges; one that is not finite is no error."""
+    """Collects the loss of each update and ends the test when it diverges; NaN is no error under Keras' class."""
 
     def __init__(self) -> None:
         super().__init__()

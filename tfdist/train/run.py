@@ -8,10 +8,12 @@ import os
 
 from tfdist.checkpoints import integrity, oom_note, own_work
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.cluster.peers import Peers
 from tfdist.config.messages import logger
+from tfdist.config.runtime_options import Environment
 from tfdist.data import spec_file
 from tfdist.distributed import arithmetic
+from tfdist.distributed.connect import Placement
+from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, PeerError, TrainingError
 from tfdist.keras_bridge import layer_state
 from tfdist.models import optimizers
@@ -32,14 +34,21 @@ from tfdist.trainer.worker_session import Signals
 class Run:
     """A prepared experiment on one worker."""
 
-    def __init__(self, prepared: Preparation):
-        self._prepared, self._experiment, self._schedule = prepared, prepared.experiment, prepared.schedule
-        self._environment, self._placement = prepared.environment, prepared.placement
-        self._folder, self._distribution = prepared.folder, prepared.distribution
+    def __init__(
+        self,
+        prepared: Preparation,
+        environment: Environment,
+        placement: Placement,
+        folder: RunFolder,
+        distribution: Distribution,
+    ):
+        self._prepared, self._environment, self._placement = prepared, environment, placement
+        self._folder, self._distribution = folder, distribution
+        self._experiment, self._schedule = prepared.experiment, prepared.schedule
         self._model, self._data, self._checkpoints = prepared.model, prepared.data, prepared.checkpoints
         train = self._experiment.train
         self._early_stopping = [early_stopping.Patience(train.monitor, train.patience)] if train.patience else []
-        self._segments = Segments(self._placement.cluster, os.environ)
+        self._segments = Segments(placement.cluster, os.environ)
         self._evaluation: dict[str, float] = {}
         self._weights_sha256, self._weights_norm = "", 0.0
 
@@ -77,24 +86,17 @@ class Run:
             oom_note.write(folder, self._prepared.recovered_accumulate)
         own_work.write_experiment(folder, self._experiment)
         spec_file.write(folder.write_text, self._data.spec)
-        where = recorder_lib.environment(self._distribution, self._placement, self._environment)
-        folder.write("environment.json", where)
+        where = self._distribution, self._placement, self._environment
+        folder.write("environment.json", recorder_lib.environment(*where))
         folder.push()
 
     def _begin_monitoring(self) -> None:
         distribution, precision = self._distribution, self._experiment.train.precision
         gpus = [] if distribution.device_kind == "CPU" else list(self._placement.selection.gpus)
-        self._monitors = Monitors(
-            self._environment,
-            self._folder,
-            self._experiment,
-            self._schedule,
-            FlopsModel(self._model, self._data.train, [gpu.name for gpu in gpus], distribution.workers, precision),
-            distribution.is_chief,
-            gpus,
-            self._segments,
-            self._prepared.profiled,
-        )
+        names = [gpu.name for gpu in gpus]
+        work = FlopsModel(self._model, self._data.train, names, distribution.workers, precision)
+        run = self._environment, self._folder, self._experiment, self._schedule, work, distribution.is_chief, gpus
+        self._monitors = Monitors(*run, self._segments, self._prepared.profiled)
 
     def _fit(self, signals: Signals) -> None:
         experiment, schedule, prepared = self._experiment, self._schedule, self._prepared
@@ -102,7 +104,7 @@ class Run:
         fit.fit(
             self._model,
             self._data.train,
-            **prepared.fit_options(),
+            distribution=self._distribution,
             epochs=schedule.epochs,
             steps=schedule.updates,
             steps_per_call=experiment.train.steps_per_call or "auto",
@@ -120,6 +122,7 @@ class Run:
             max_rollbacks=experiment.train.max_rollbacks,
             evaluate_ema=experiment.optimizer.ema_momentum > 0,
             should_stop=signals.reason,
+            **prepared.fit_options(self._environment.check_agreement),
         )
 
     def _evaluate(self, signals: Signals) -> None:
@@ -137,12 +140,18 @@ class Run:
 
     def _finish(self, status: str, reason: str) -> Result:
         """Saves the model, the report and the result, and logs a summary."""
-        folder, distribution = self._folder, self._distribution
+        folder, distribution, peers = self._folder, self._distribution, self._distribution.peers
         self._weights_sha256, self._weights_norm = fingerprint(self._model)
-        with distribution.peers.during("saving"), optimizers.portable(self._model):
+        with peers.during("saving"), optimizers.portable(self._model):
             folder.save_model(self._model)
             self._checkpoints.finish()
-        check_same_weights(distribution.peers, self._weights_sha256)
+        sums, hosts = peers.gather("the weights at the end", self._weights_sha256), peers.hosts
+        different = [f"{rank} ({hosts[rank]})" for rank, sha256 in enumerate(sums) if sha256 != sums[0]]
+        if different:
+            raise TrainingError(
+                f"worker {', '.join(different)} has ended with other weights than worker 0: do not use them, "
+                "and look for a callback that changes weights on some workers only"
+            )
         if self._checkpoints.failure:
             raise TrainingError(self._checkpoints.failure)
         result = self._result(status, reason)
@@ -159,7 +168,7 @@ class Run:
         return result
 
     def _write_failure(self, reason: str) -> None:
-        """Writes the result of a run that an error has ended, here or on another worker."""
+        """Writes the result of a run that an error has ended, on this worker or another one."""
         oom_note.record_advice(self._folder, reason)
         # Without logging: a thread may call this, while the main thread holds the lock of the logger or of the stream.
         write_result(self._folder, self._result("failed", reason), None, silent=True)
@@ -198,19 +207,12 @@ class Run:
         )
 
 
-def check_same_weights(peers: Peers, weights_sha256: str) -> None:
-    """Checks that every worker has ended with the same weights; raises TrainingError naming those that have not."""
-    checksums = peers.gather("the weights at the end", weights_sha256)
-    different = [f"{rank} ({peers.hosts[rank]})" for rank, sha256 in enumerate(checksums) if sha256 != checksums[0]]
-    if different:
-        raise TrainingError(
-            f"worker {', '.join(different)} has ended with other weights than worker 0: do not use them, "
-            "and look for a callback that changes weights on some workers only"
-        )
-
-
 def write_result(folder: RunFolder, result: Result, mistakes: Findings | None, silent: bool = False) -> None:
-    """Writes the report, with a classifier's mistakes, and last of all `result.json`; if `silent`, without logging."""
+    """Writes the report, with a classifier's mistakes, and last of all `result.json`.
+
+    `silent` logs no problem of the report. Raises TrainingError if the disk has no room even for the result alone, or
+    the bucket cannot be written.
+    """
     content = integrity.sealed(dataclasses.asdict(result))
     problem = page.write(folder, content, mistakes)
     if problem and not silent:

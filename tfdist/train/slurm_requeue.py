@@ -13,13 +13,10 @@ LIMIT_S = 30.0  # seconds to wait for an answer of Slurm's controller: the job's
 
 def check(requeue: bool, environ: Mapping[str, str]) -> None:
     """Raises UserError when a job cannot be put back."""
-    if not requeue:
-        return
-    if not environ.get("SLURM_JOB_ID"):
-        raise UserError(
-            "--requeue is for Slurm's jobs, and SLURM_JOB_ID is not set", "use it under sbatch, or leave it out"
-        )
-    if not shutil.which("scontrol"):
+    if requeue and not environ.get("SLURM_JOB_ID"):
+        what = "--requeue is for Slurm's jobs, and SLURM_JOB_ID is not set"
+        raise UserError(what, "use it under sbatch, or leave it out")
+    if requeue and not shutil.which("scontrol"):
         raise UserError("--requeue needs Slurm's scontrol, which is not on PATH", "install it there, or leave it out")
 
 

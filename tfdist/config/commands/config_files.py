@@ -16,13 +16,12 @@ import tfdist
 from tfdist.config import field_syntax
 from tfdist.errors import UserError, one_line
 
-_KINDS = {"config": ("configs", ".py"), "flagfile": ("flags", ".flags")}
-"""Folder and ending, by the flag that takes such a file."""
+_KINDS = {"config": ("configs", ".py"), "flagfile": ("flags", ".flags")}  # folder and ending, by flag
 
 
 @functools.cache
 def files(flag: str) -> Mapping[str, pathlib.Path]:
-    """Returns the files that come with tfdist for the flag `config` or `flagfile`, by name."""
+    """Returns the files that come with tfdist, by name: experiments for `config`, flag files for `flagfile`."""
     folder, ending = _KINDS[flag]
     package = pathlib.Path(tfdist.__file__).parent
     # Installed, the folders are inside the package; in a checkout beside it. A setup.cfg beside the package says
@@ -33,7 +32,7 @@ def files(flag: str) -> Mapping[str, pathlib.Path]:
 
 
 def path_of(flag: str, value: str) -> str:
-    """Returns the path that a flag means: a file, or tfdist's by name; after a colon, get_config's argument."""
+    """Returns the path for a value of `--config` or `--flagfile`; after a colon is what `get_config` is called with."""
     path, colon, rest = value.partition(":") if flag == "config" else (value, "", "")
     if os.path.isfile(path):
         return value
@@ -48,7 +47,7 @@ def path_of(flag: str, value: str) -> str:
 
 
 def fill_in(argv: list[str]) -> None:
-    """Writes paths for the names of experiments and flag files, in place."""
+    """Writes paths for the names of experiments and flag files, in place. Raises UserError: a file does not exist."""
     for i, argument in enumerate(argv):
         name, equals, value = argument.partition("=")
         flag = name.lstrip("-")
@@ -69,12 +68,11 @@ def listing() -> str:
             text = ast.get_docstring(ast.parse(text)) or ""
         return text.lstrip("# ").splitlines()[0].rstrip(".:") if text.strip() else ""
 
-    lines = ["Experiments:"]
-    for flag, heading in (("config", None), ("flagfile", "Flag files:")):
-        lines += [] if heading is None else ["", heading]
-        for name, path in files(flag).items():
-            lines += [f"  --{flag}={name}", f"      {first_line(path)}"]
-    return "\n".join(lines)
+    parts = []
+    for flag, heading in (("config", "Experiments:"), ("flagfile", "Flag files:")):
+        lines = (f"  --{flag}={name}\n      {first_line(path)}" for name, path in files(flag).items())
+        parts.append("\n".join([heading, *lines]))
+    return "\n\n".join(parts)
 
 
 @contextlib.contextmanager
@@ -92,7 +90,9 @@ def guarded(path: str) -> Iterator[None]:
             raise UserError(
                 f"--config={path} ends the program with {failure.code!r}{at}: it must only return an Experiment"
             ) from None
-        raise UserError(f"--config={path} cannot be used: {_described(failure)}{at}") from error
+        text = failure.msg if isinstance(failure, SyntaxError) else next(iter(str(failure).splitlines()), "")
+        why = f"{type(failure).__name__}: {one_line(text, 300)}".rstrip(": ")
+        raise UserError(f"--config={path} cannot be used: {why}{at}") from error
     finally:
         os._exit = end
 
@@ -101,22 +101,17 @@ def _end(status: int) -> NoReturn:
     raise SystemExit(status)
 
 
-def _described(error: BaseException) -> str:
-    if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {error.msg}"
-    return f"{type(error).__name__}: {one_line(next(iter(str(error).splitlines()), ''), 300)}".rstrip(": ")
-
-
-def _in_file(error: BaseException | None, path: str) -> tuple[BaseException | None, int | None]:
+def _in_file(error: BaseException, path: str) -> tuple[BaseException | None, int | None]:
     """Returns the error that came out of the file, and its line there; (None, None) if it has not to do with it.
 
     config_flags and absl raise other errors in its place, whose text is a whole traceback.
     """
     here = os.path.realpath(path)
-    chain: list[BaseException] = []  # an error, the one that it was raised for, and so on
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__ or _kept_back(error)
+    chain: list[BaseException] = []  # from the error to the one that it was raised for, and so on
+    behind: BaseException | None = error
+    while behind is not None and behind not in chain:
+        chain.append(behind)
+        behind = behind.__cause__ or behind.__context__ or _kept_back(behind)
     for failure in reversed(chain):
         if isinstance(failure, SyntaxError) and failure.filename and os.path.realpath(failure.filename) == here:
             return failure, failure.lineno

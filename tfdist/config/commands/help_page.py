@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from absl import flags
 
-from tfdist.config import experiment as definition
+from tfdist import config as definition
 
 ASKED = frozenset(f"{dashes}{name}" for dashes in ("-", "--") for name in ("help", "helpshort", "?", "h"))
 FIRST = ("config", "strategy", "devices", "workdir", "resume", "dry_run")  # flags that most people need
@@ -115,7 +115,7 @@ def as_markdown() -> str:
         "",
         "A config file sets them (`Experiment(train=Train(epochs=3))`), and so does the command line:",
         "`--config.train.epochs=3`. `python -m tfdist.train --config=NAME --help` lists them with the values of an",
-        "experiment. This page is made from `tfdist/config/experiment.py` by `make docs`.",
+        "experiment. This page is made from `tfdist/config/__init__.py` by `make docs`.",
     ]
     group = ""
     for field in fields(definition.Experiment()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -26,7 +25,7 @@ BLUE_MEAN = (103.939, 116.779, 123.68)  # of ImageNet, blue first, of 255
 
 
 def build(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
-    """Builds the model of that name for this data; its outputs are logits [n, classes].
+    """Builds the model of that name for this data, with more of its arguments; its outputs are logits [n, classes].
 
     Images of one channel become grey ones of three. Values are brought to what the family expects inside the model, so
     that the weights that Keras offers fit, and the saved model takes images as they are stored.
@@ -46,7 +45,7 @@ def build(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
     image = keras.Input(spec.shape, dtype=spec.dtype, name="image")
     arguments = {
         "weights": None,
-        "input_tensor": pixels(image, spec, _family(function)),
+        "input_tensor": pixels(image, spec, inspect.unwrap(function).__module__.rpartition(".")[2]),
         "input_shape": (high, wide, 3),
         "classes": spec.classes,
         "classifier_activation": None,
@@ -62,7 +61,13 @@ def build(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
                 f"set data.image_size={smallest[1]} or more",
             ) from None
         raise UserError(f"model.options do not fit {name}: {one_line(error, 200)}") from error
-    _head_in_full(model)
+    # The layers from the last one with weights on work in full precision. Their type is changed after they have been
+    # made, since the families end in different layers (Dense; Conv2D, Reshape and Activation) and none takes a type.
+    precision = layers.full_precision()
+    for layer in reversed(model.layers) if precision else ():
+        layer.dtype_policy = precision
+        if layer.weights:
+            break
     return keras.Model(image, model.outputs[0], name=model.name)  # of one input, and not of a list of one
 
 
@@ -95,22 +100,3 @@ def pixels(image: keras.KerasTensor, spec: Spec, family: str) -> keras.KerasTens
     elif family in STANDARDISED:
         scale, offset = [factor / layers.PIXEL / s for s in STD], [-m / s for m, s in zip(MEAN, STD)]
     return keras.layers.Rescaling(scale, offset, name="pixels")(image)
-
-
-def _family(function: Callable[..., keras.Model]) -> str:
-    """Its module within keras.applications."""
-    return inspect.unwrap(function).__module__.rpartition(".")[2]
-
-
-def _head_in_full(model: keras.Model) -> None:
-    """Lets the layers from the last one with weights on work in full precision.
-
-    Their type is changed after the fact: families end in different layers, and none takes a type for them.
-    """
-    precision = layers.full_precision()
-    if precision is None:
-        return
-    for layer in reversed(model.layers):
-        layer.dtype_policy = precision
-        if layer.weights:
-            return

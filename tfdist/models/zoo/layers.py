@@ -61,9 +61,8 @@ def scaled(spec: Spec, centred: bool = False) -> keras.Layer:
 def logits(spec: Spec) -> keras.Layer:
     """Makes the last layer of a classifier, `head`."""
     if spec.classes is None:
-        raise UserError(
-            "this model classifies, and the targets are not whole numbers", "use model.name=package.module:function"
-        )
+        what = "this model classifies, and the targets are not whole numbers"
+        raise UserError(what, "use model.name=package.module:function")
     return output(spec.classes)
 
 
