@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from support.refusals import refused
 
 from tfdist.config import Experiment
 from tfdist.config.commands import config_files, help_page
@@ -93,9 +94,7 @@ def test_a_name_that_nothing_has(flag, value, message):
 
 
 def test_a_path_that_does_not_exist_is_no_name():
-    with pytest.raises(
-        UserError, match=r"^--config=configs/digit.py does not exist: give the path of .* get_config\(\)$"
-    ):
+    with refused(r"^--config=configs/digit.py does not exist: give the path of .* get_config\(\)$"):
         config_files.path_of("config", "configs/digit.py")
 
 

@@ -24,6 +24,7 @@ import tensorflow as tf
 from conftest import REPOSITORY
 from support import processes
 from support.finished_runs import TRAIN, made_run
+from support.refusals import refused
 
 import tfdist
 from tfdist import config
@@ -181,7 +182,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(copy, said):
     assert pathlib.Path(weights(copy, "latest")[0]).name != "60"
     assert len(said) == 1 and "60 is not used: tensors.data-00000-of-00001 has changed" in said[0]
     assert files(copy) == before
-    with pytest.raises(UserError, match="none of the checkpoints that --checkpoint=60 means is valid: choose another"):
+    with refused("none of the checkpoints that --checkpoint=60 means is valid: choose another"):
         weights(copy, "60")
 
 
@@ -304,7 +305,7 @@ def test_a_changed_digit_is_found(name, before, after, copy):
     """They changed every measure and prediction, and the exit code was 0."""
     digit_changed(copy, name, before, after)
     for checkpoint, why in (("", f"is damaged: {name} has changed"), ("latest", f"{name} is not what ")):
-        with pytest.raises(UserError, match=f"{why}.*: copy it back, or repeat the training command with --resume="):
+        with refused(f"{why}.*: copy it back, or repeat the training command with --resume="):
             weights(copy, checkpoint)
     findings = doctor.run_files(str(copy), doctor.examine(copy / "checkpoints"))
     assert [finding.status for finding in findings] == ["fail", "fail"] and name in findings[0].finding
@@ -339,7 +340,7 @@ def test_a_changed_layer_of_a_model_from_a_file_is_found(run, tmp_path):
 
 def test_a_changed_result_is_found(copy):
     digit_changed(copy, "result.json", '"updates": 60', '"updates": 61')
-    with pytest.raises(UserError, match=r"is damaged: result.json has changed: its checksum is wrong"):
+    with refused(r"is damaged: result.json has changed: its checksum is wrong"):
         weights(copy)
     assert "result.json has changed" in doctor.run_files(str(copy), [])[0].finding
 
@@ -350,7 +351,7 @@ def test_averages_that_a_checkpoint_does_not_have(copy):
     plain = job.built(experiment, spec_file.read(copy))
     tensors = training_state.read(str(copy / "checkpoints/60/tensors"))
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("_average")}
-    with pytest.raises(UserError, match=r"the checkpoint has averages of 0 weights, and the model with optimizer.ema_"):
+    with refused(r"the checkpoint has averages of 0 weights, and the model with optimizer.ema_"):
         training_state.weights(plain, tensors, averaged=True)
 
 
@@ -394,7 +395,7 @@ def spec(**changes):
 def test_data_that_the_model_was_not_trained_for(changes, message):
     compatibility.check_data(config.Experiment(), spec(), spec())
     compatibility.check_data(config.Experiment(), spec(names=(), classes=1), spec())
-    with pytest.raises(UserError, match=re.escape(message)):
+    with refused(re.escape(message)):
         compatibility.check_data(config.Experiment(), spec(**changes), spec())
 
 
@@ -402,9 +403,7 @@ def test_a_table_with_other_statistics():
     from tfdist.data.spec import Column
 
     table = lambda mean: spec(columns=(Column("age", "number", mean, 2.0),), names=())
-    with pytest.raises(
-        UserError, match=r"other columns than the model was trained on, or other statistics of them \(age\)"
-    ):
+    with refused(r"other columns than the model was trained on, or other statistics of them \(age\)"):
         compatibility.check_data(config.Experiment(), table(1.0), table(2.0))
 
 
@@ -439,15 +438,13 @@ def model(spec):
     assert ".keras on csv:paid.csv, train, 3 examples: loss " in done.stderr
     asked = dataclasses.replace(wanted(tmp_path), changes={"config.data.eval_split": "x"})
     e.data.name = "digits"
-    with pytest.raises(
-        UserError, match=r"data.name='digits' is no table, and the model was trained on one: give csv:PATH"
-    ):
+    with refused(r"data.name='digits' is no table, and the model was trained on one: give csv:PATH"):
         job.new_rows(e, table, asked, True)
     e.data.name = "csv:new.csv"
-    with pytest.raises(UserError, match=r"all rows of another table are taken: leave out --config.data.eval_split"):
+    with refused(r"all rows of another table are taken: leave out --config.data.eval_split"):
         job.new_rows(e, table, asked, True)
     asked = dataclasses.replace(asked, changes={"config.data.on_error": "skip"})
-    with pytest.raises(UserError, match=r"every row of a table gets a prediction: .* leave out data.on_error=skip"):
+    with refused(r"every row of a table gets a prediction: .* leave out data.on_error=skip"):
         job.new_rows(e, table, asked, True)
 
 
@@ -455,10 +452,10 @@ def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     model.save(tmp_path / "m.keras")
     loaded = trained_model.load(tmp_path / "m.keras")
-    with pytest.raises(UserError, match=re.escape("has inputs of shape [8, 8, 1], the model takes [4]")):
+    with refused(re.escape("has inputs of shape [8, 8, 1], the model takes [4]")):
         compatibility.check_inputs(loaded, config.Experiment(), spec())
 
-    with pytest.raises(UserError, match="was saved without a loss and metrics: compile the model before it is saved"):
+    with refused("was saved without a loss and metrics: compile the model before it is saved"):
         compatibility.for_own_loss(loaded, None, "m.keras")
 
 
@@ -503,9 +500,7 @@ def test_a_file_that_holds_code_is_not_loaded(tmp_path):
     """Safe mode: a lambda in a model file is somebody's code."""
     model = keras.Sequential([keras.Input((4,)), keras.layers.Lambda(lambda x: x + 1), keras.layers.Dense(2)])
     model.save(tmp_path / "m.keras")
-    with pytest.raises(
-        UserError, match=r"m.keras cannot be loaded \(.*it must be a whole .keras file of registered layers"
-    ):
+    with refused(r"m.keras cannot be loaded \(.*it must be a whole .keras file of registered layers"):
         trained_model.load(tmp_path / "m.keras")
 
 
@@ -547,11 +542,9 @@ def test_tokens():
     logits[0, [0, 1, 2], [3, 1, 2]] = 50
     row = json.loads(rows(prediction_rows.OutputReader(4, from_logits=True), logits, np.array([[3, 1, 0]])))
     assert row == {"number": 5, "prediction": [3, 1, 2], "probability": [1.0, 1.0, 1.0], "target": [3, 1, 0]}
-    with pytest.raises(
-        UserError, match=r"'output' is a table for each example, and a line of CSV holds none: write a .jsonl"
-    ):
+    with refused(r"'output' is a table for each example, and a line of CSV holds none: write a .jsonl"):
         rows(prediction_rows.OutputReader(None), logits, kind=".csv")
-    with pytest.raises(UserError, match="--scores is for the scores of classes, and this model gives none"):
+    with refused("--scores is for the scores of classes, and this model gives none"):
         rows(prediction_rows.OutputReader(None, scores=True), logits)
 
 
@@ -572,13 +565,13 @@ def test_an_output_is_whole_or_not_there(tmp_path):
         file.write("all")
         assert not path.exists()
     assert path.read_text() == "all" and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(UserError, match=r"x.csv is there already: give --overwrite"):
+    with refused(r"x.csv is there already: give --overwrite"):
         output_file.OutputFile(str(path)).check()
-    with pytest.raises(UserError, match="is a folder: give the name of a file"):
+    with refused("is a folder: give the name of a file"):
         output_file.OutputFile(str(tmp_path)).check()
-    with pytest.raises(UserError, match="/dev/null is no ordinary file: give another name, or - for standard output"):
+    with refused("/dev/null is no ordinary file: give another name, or - for standard output"):
         output_file.OutputFile("/dev/null", overwrite=True).check()
-    with pytest.raises(UserError, match="none is no folder: choose another one, or make it first"):
+    with refused("none is no folder: choose another one, or make it first"):
         output_file.OutputFile(str(tmp_path / "none" / "x.csv")).check()
 
 

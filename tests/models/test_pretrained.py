@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from support import training_cases, zoo_cases
+from support.refusals import refused
 
 import tfdist
 from tfdist import config
@@ -14,7 +15,6 @@ from tfdist.config import validation
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays
 from tfdist.data.spec import Spec
-from tfdist.errors import UserError
 from tfdist.keras_bridge import layer_state
 from tfdist.models import build as models
 from tfdist.models import freezing, pretrained
@@ -93,11 +93,11 @@ def test_layers_that_keras_has_numbered_go_by_their_order(ending, tmp_path):
 
 def test_nothing_fits(tmp_path):
     keras.Sequential([keras.Input((3,)), L.Dense(2, name="other")]).save_weights(tmp_path / "a.weights.h5")
-    with pytest.raises(UserError, match=r"has nothing that fits: it has other, the model has stem_bn, "):
+    with refused(r"has nothing that fits: it has other, the model has stem_bn, "):
         built(weights=tmp_path / "a.weights.h5")
     for name, content in (("a.keras", b"no zip"), ("a.h5", b"no hdf5"), ("b.weights.h5", b"")):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match=r"model.weights='.*' cannot be read \(.*\): give a file that Keras has"):
+        with refused(r"model.weights='.*' cannot be read \(.*\): give a file that Keras has"):
             built(weights=tmp_path / name)
 
 
@@ -166,7 +166,7 @@ REFUSED = [
 @pytest.mark.parametrize("spec, message", REFUSED, ids=["classes", "shape", "type"])
 def test_a_file_for_other_data(spec, message, tmp_path):
     built().save(tmp_path / "a.keras")
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         built(tmp_path / "a.keras", "", spec)
 
 
@@ -179,7 +179,7 @@ def test_a_file_keeps_its_precision(tmp_path):
         experiment.train.precision = precision
         assert models.build(experiment, IMAGES)
         experiment.train.precision = other
-        with pytest.raises(UserError, match=f"computes in {precision}, which .*={other}: set that to {precision}, or"):
+        with refused(f"computes in {precision}, which .*={other}: set that to {precision}, or"):
             models.build(experiment, IMAGES)
 
 
@@ -221,7 +221,7 @@ def test_what_is_no_logits(options, message):
     if not message:
         models.compiled(model, keras.optimizers.SGD(), experiment, data)
         return
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         models.compiled(model, keras.optimizers.SGD(), experiment, data)
 
 
@@ -238,7 +238,7 @@ def test_data_of_another_form():
         (x, numbers, None, r"model.name='mine' has outputs of shape \[7\], and the targets \[\]: make them alike"),
         ({"a": x, "b": x}, numbers, 5, "model.name='mine' takes 1 arrays as input, the data has 2: give it as many"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             models.compiled(model, keras.optimizers.SGD(), experiment, loaded(x_, y, classes))
     for y, units in ((numbers, 1), (np.zeros((14, 7)), 7)):
         models.compiled(ends(IMAGES, units=units), keras.optimizers.SGD(), experiment, loaded(x, y, None))
@@ -250,7 +250,7 @@ def test_files_that_cannot_be_loaded(tmp_path):
     keras.Model(image, L.Lambda(lambda x: x + 1)(image)).save(tmp_path / "code.keras")
     (tmp_path / "text.keras").write_text("no zip")
     for name in ("mine", "code", "text"):
-        with pytest.raises(UserError, match=r"cannot be loaded \(.*\): give a file that Keras has saved") as caught:
+        with refused(r"cannot be loaded \(.*\): give a file that Keras has saved") as caught:
             built(tmp_path / f"{name}.keras", "")
         assert "\n" not in str(caught.value)
 
@@ -296,7 +296,7 @@ def test_freeze_what_is_inside_of_other_layers():
     ],
 )
 def test_freeze_refused(text, message):
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         built(freeze=text)
 
 
@@ -350,9 +350,7 @@ def test_a_frozen_run_resumes(connect, tmp_path):
 
 
 def test_layers_that_are_not_there_yet():
-    with pytest.raises(
-        UserError, match="need a model whose layers are there already: build test_pretrained:lazy in its"
-    ):
+    with refused("need a model whose layers are there already: build test_pretrained:lazy in its"):
         built("test_pretrained:lazy", "", freeze="dense")
 
 

@@ -6,12 +6,12 @@ import os
 import psutil
 import pytest
 from conftest import REPOSITORY
+from support.refusals import refused
 
 from tfdist import config
 from tfdist.config import validation
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed import connect
-from tfdist.errors import UserError
 from tfdist.train import batch_size_search
 
 SUPPORT = str(REPOSITORY / "tests" / "support")
@@ -68,31 +68,27 @@ def test_killed_by_the_kernel_is_too_much(find):
 
 def test_in_time_with_what_was_known_or_with_an_error(find, monkeypatch):
     monkeypatch.setattr(batch_size_search, "LIMIT_S", 1.0)
-    with pytest.raises(UserError, match=r"train.batch_size=auto: no batch fits \(no result after 1 s\): give a n"):
+    with refused(r"train.batch_size=auto: no batch fits \(no result after 1 s\): give a n"):
         find(most=0, kind="Stuck")
 
 
 @pytest.mark.faults
 def test_not_even_one(find, monkeypatch):
-    with pytest.raises(
-        UserError, match=r"train.batch_size=auto: no batch fits \(not even 1 example fits\): give a number, or use a sm"
-    ):
+    with refused(r"train.batch_size=auto: no batch fits \(not even 1 example fits\): give a number, or use a sm"):
         find(most=0)
     monkeypatch.setattr(batch_size_search, "SHARE", 1e-6)  # the machine's memory bounds it on a CPU
-    with pytest.raises(UserError, match=r"no batch fits \(not even 1 example fits\)"):
+    with refused(r"no batch fits \(not even 1 example fits\)"):
         find(most=1000)
 
 
 @pytest.mark.whole
 def test_an_error_of_the_experiment_is_told(find):
-    with pytest.raises(UserError, match=r"model.options: memory_hungry_model:model takes no such arguments"):
+    with refused(r"model.options: memory_hungry_model:model takes no such arguments"):
         find(most="3, depth=7")
 
 
 def test_what_has_nothing_to_do_with_memory(find):
-    with pytest.raises(
-        UserError, match=r"auto: trying it ended with ValueError: .*Faulty.*: give a number, and the run"
-    ):
+    with refused(r"auto: trying it ended with ValueError: .*Faulty.*: give a number, and the run"):
         find(most=0, kind="Faulty")
     answer = batch_size_search._parsed([], -6, False)
     assert answer.end == "its process ended with code -6 before it had tried one"
