@@ -311,20 +311,16 @@ def checksum(batch: tuple) -> tf.Tensor:
     looked_at = keras.tree.flatten([part for part in (y, weight) if part is not None]) or keras.tree.flatten(batch)
     tensors = [tf.convert_to_tensor(part) for part in looked_at]
     count = tf.shape(tensors[0], tf.int64)[0]
-    total = count
+    total, odd = count, lambda count: 2 * tf.range(count, dtype=tf.int64) + 1
     for tensor in tensors:
         if tensor.shape[1:].num_elements() == 0:
             continue
         table = tf.reshape(_bits(tensor), [count, -1])
         width = tf.shape(table, tf.int64)[1]
         some = table[:: tf.maximum(count // _ROWS, 1), :: tf.maximum(width // _ENTRIES, 1)]
-        rows = tf.reduce_sum(some * _odd(tf.shape(some, tf.int64)[1]), 1)
-        total = _scattered(total) + tf.reduce_sum(_scattered(rows) * _odd(tf.shape(some, tf.int64)[0]))
+        rows = tf.reduce_sum(some * odd(tf.shape(some, tf.int64)[1]), 1)
+        total = _scattered(total) + tf.reduce_sum(_scattered(rows) * odd(tf.shape(some, tf.int64)[0]))
     return total
-
-
-def _odd(count: tf.Tensor) -> tf.Tensor:
-    return 2 * tf.range(count, dtype=tf.int64) + 1
 
 
 def _scattered(numbers: tf.Tensor) -> tf.Tensor:

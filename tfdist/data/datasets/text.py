@@ -166,7 +166,7 @@ def stdlib_text(length: int = 64, examples: int = 4096, packed: bool = False) ->
 
 
 def _packed(paths: list[pathlib.Path], length: int, limit: int) -> tuple:
-    whole = pack([str(p) for p in paths], length)
+    whole = pack(list(map(str, paths)), length)
     windows = whole.read(np.arange(min(limit, whole.windows))).astype(np.int32)
     return windows[:, :-1], windows[:, 1:]
 
