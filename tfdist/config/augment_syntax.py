@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+from typing import NamedTuple
 
 from tfdist.config.field_syntax import suggest
 from tfdist.errors import UserError
@@ -20,8 +21,7 @@ class AugmentStep:
         return f"{self.name}({', '.join(f'{a:g}' for a in self.arguments)})" if self.arguments else self.name
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Argument:
+class _Argument(NamedTuple):
     """Bounds of an argument of an operation."""
 
     name: str

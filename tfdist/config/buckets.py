@@ -7,7 +7,6 @@ bounded number of times; then it is a `BucketError`, which is an `OSError` as th
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import importlib.util
 import logging
@@ -16,7 +15,7 @@ import pathlib
 import re
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from tfdist.config import field_syntax
 from tfdist.errors import UserError, one_line, printable
@@ -49,8 +48,7 @@ class MissingError(BucketError):
     """There is no such object."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """An object as a listing tells of it."""
 
     size: int

@@ -88,11 +88,8 @@ def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
     per_epoch = -(-examples // train.batch_size)
     updates = train.steps or train.epochs * per_epoch
     if updates > LARGEST:
-        raise UserError(
-            f"train.epochs={train.epochs} are {updates:,} updates of {train.batch_size} examples, "
-            f"more than {LARGEST:,}",
-            "choose fewer",
-        )
+        what = f"train.epochs={train.epochs} are {updates:,} updates of {train.batch_size} examples"
+        raise UserError(f"{what}, more than {LARGEST:,}", "choose fewer")
     every = duration("eval.every", experiment.eval.every, per_epoch, train.batch_size, updates)
     if every % per_epoch:
         raise UserError(f"eval.every={experiment.eval.every!r} is not a whole number of epochs of {per_epoch} updates")

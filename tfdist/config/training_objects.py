@@ -78,7 +78,7 @@ def _all(field: str, text: str, classes: tuple[str, ...], more: tuple[str, ...])
         by_name |= {_lower(name): name for name in classes}
         by_name |= {short: name for short, name in _SHORT.items() if name in classes}
     found = []
-    for part in _parts(field, text):
+    for part in map(str.strip, field_syntax.divided(field, text, ",") if text.strip() else []):
         match = re.fullmatch(r"([\w.:]+)\s*(?:\((.*)\))?", part, re.DOTALL)
         if not match:
             raise UserError(f"{field}={text!r} is not understood", f"write names as in {_EXAMPLES[field]}")
@@ -100,14 +100,6 @@ _EXAMPLES = {
     "train.metrics": "accuracy, TopKCategoricalAccuracy(k=3), package.module:function",
     "train.callbacks": "EarlyStopping(patience=3), package.module:function",
 }
-
-
-def _parts(field: str, text: str) -> list[str]:
-    """Splits at commas that are not within brackets or quotes."""
-    parts = field_syntax.divided(field, text, ",")
-    if text.strip() and not all(part.strip() for part in parts):
-        raise UserError(f"{field}={text!r} is not understood", f"write names as in {_EXAMPLES[field]}")
-    return [part.strip() for part in parts if part.strip()]
 
 
 def _lower(name: str) -> str:

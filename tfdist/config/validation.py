@@ -100,11 +100,9 @@ def _combinations(experiment: Experiment) -> None:
         given = f"got {train.epochs} and {train.steps}"
         raise UserError(f"give either train.epochs or train.steps and 0 for the other, {given}")
     if (optimizer.scale_learning_rate == "none") != (optimizer.base_batch == 0):
-        raise UserError(
-            f"optimizer.scale_learning_rate={optimizer.scale_learning_rate} and "
-            f"optimizer.base_batch={optimizer.base_batch} do not go together",
-            "give the batch that the learning rate is for, or neither",
-        )
+        scaling, batch = optimizer.scale_learning_rate, optimizer.base_batch
+        what = f"optimizer.scale_learning_rate={scaling} and optimizer.base_batch={batch} do not go together"
+        raise UserError(what, "give the batch that the learning rate is for, or neither")
     if train.on_nonfinite == "rollback" and experiment.checkpoint.every == "off":
         raise UserError(
             "train.on_nonfinite=rollback goes back to a checkpoint: it cannot be used with checkpoint.every=off"

@@ -42,11 +42,9 @@ def check_inputs(model: keras.Model, experiment: config.Experiment, spec: Spec) 
     if not isinstance(shape, tuple) or any(isinstance(side, (tuple, list)) for side in shape):
         return
     if len(shape[1:]) != len(spec.shape) or any(a not in (None, b) for a, b in zip(shape[1:], spec.shape)):
-        raise UserError(
-            f"data.name={experiment.data.name!r} has inputs of shape {list(spec.shape)}, the model takes "
-            f"{list(shape[1:])}",
-            "choose its data with --config, or --config.data.name",
-        )
+        mine, its = list(spec.shape), list(shape[1:])
+        what = f"data.name={experiment.data.name!r} has inputs of shape {mine}, the model takes {its}"
+        raise UserError(what, "choose its data with --config, or --config.data.name")
 
 
 def for_own_loss(model: keras.Model, data: Loaded, source: str) -> Loaded:

@@ -164,10 +164,8 @@ def _loaded(path: str, precision: str, spec: Spec) -> keras.Model:
         fits = len(shape) == len(spec.shape) and all(a in (None, b) for a, b in zip(shape, spec.shape))
         # Whole numbers are scaled inside; fractions of 1 would all become 0.
         if not fits or ("int" in dtype and "int" not in spec.dtype):
-            raise UserError(
-                f"model.name={path!r} takes {list(shape)} {dtype}, and the data {list(spec.shape)} {spec.dtype}: "
-                f"{advice}"
-            )
+            what = f"model.name={path!r} takes {list(shape)} {dtype}, and the data {list(spec.shape)} {spec.dtype}"
+            raise UserError(what, advice)
     outputs = keras.tree.flatten(model.outputs)
     if len(outputs) == 1 and spec.classes is not None:
         units = outputs[0].shape[-1]

@@ -61,10 +61,14 @@ def factors(model: keras.Model, rates: Mapping[str, float], decay: float = 1.0) 
 
 def matching(model: keras.Model, pattern: str, what: str) -> list[int]:
     """Returns the indices of the trainable variables that match a pattern; `what` names its purpose in messages."""
-    names = [_names(owned) for owned in _owned(model)]
-    matched = [i for i, known in enumerate(names) if any(fnmatch.fnmatchcase(name, pattern) for name in known)]
+    matched, owned = [], _owned(model)
+    for i, (variable, chain) in enumerate(owned):
+        paths = ["/".join(chain[: end + 1]) for end in range(len(chain))]
+        names = {*chain, *paths, "/".join((*chain, variable.name)), variable.name, variable.path}
+        if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            matched.append(i)
     if not matched:
-        layers = list(dict.fromkeys(owned.nearest for owned in _owned(model)))
+        layers = list(dict.fromkeys(one.nearest for one in owned))
         more = f" and {len(layers) - _SHOWN} more" if len(layers) > _SHOWN else ""
         raise UserError(
             f"{what}: {pattern!r} matches nothing that is trained: there are {', '.join(layers[:_SHOWN])}{more}"
@@ -84,26 +88,14 @@ def _owned(model: keras.Model) -> list[_Owned]:
     chains: dict[int, tuple[str, ...]] = {}
 
     def walk(layer: keras.Layer, chain: tuple[str, ...]) -> None:
-        for inner in _parts(layer):
+        model_of_layers = isinstance(layer, keras.Model)
+        for inner in layer.layers if model_of_layers else keras_internals.flat_layers(layer, False, False):
             for variable in inner.variables:
                 chains[id(variable)] = (*chain, inner.name)
             walk(inner, (*chain, inner.name))
 
     walk(model, ())
     return [_Owned(variable, chains.get(id(variable), ())) for variable in model.trainable_variables]
-
-
-def _names(owned: _Owned) -> set[str]:
-    """What a pattern for a variable may match."""
-    variable, chain = owned
-    paths = {"/".join(chain[:i]) for i in range(1, len(chain) + 1)}
-    return {*chain, *paths, "/".join((*chain, variable.name)), variable.name, variable.path}
-
-
-def _parts(layer: keras.Layer) -> list[keras.Layer]:
-    if isinstance(layer, keras.Model):
-        return layer.layers
-    return keras_internals.flat_layers(layer, include_self=False, recursive=False)
 
 
 def _by_depth(model: keras.Model, variables: list[keras.Variable], decay: float) -> list[float]:

@@ -23,7 +23,8 @@ _CLASSES = {name.lower(): name for name in dir(keras.optimizers) if name[0].isup
 def build(experiment: config.Experiment, plan: Plan) -> keras.optimizers.Optimizer:
     """Builds the Keras optimizer; call it inside the strategy's scope."""
     wanted = experiment.optimizer
-    options: dict[str, Any] = field_syntax.options("optimizer.options", wanted.options)
+    options: dict[str, Any] = {"learning_rate": rate(experiment, plan)}
+    options |= field_syntax.options("optimizer.options", wanted.options)
     if wanted.weight_decay:
         options["weight_decay"] = wanted.weight_decay
     if wanted.clip_norm:
@@ -32,15 +33,13 @@ def build(experiment: config.Experiment, plan: Plan) -> keras.optimizers.Optimiz
         options |= {"use_ema": True, "ema_momentum": wanted.ema_momentum}
     if field_syntax.is_reference(wanted.name):
         function = user_functions.resolve("optimizer.name", wanted.name)
-    else:
-        if wanted.name not in _CLASSES:
-            what = f"optimizer.name={wanted.name!r} needs a newer Keras than {keras.__version__}"
-            raise UserError(what, "upgrade it")
+    elif wanted.name in _CLASSES:
         function = getattr(keras.optimizers, _CLASSES[wanted.name])
+    else:
+        what = f"optimizer.name={wanted.name!r} needs a newer Keras than {keras.__version__}"
+        raise UserError(what, "upgrade it")
     try:
-        optimizer = user_functions.call(
-            "optimizer.options", function, {"learning_rate": rate(experiment, plan), **options}
-        )
+        optimizer = user_functions.call("optimizer.options", function, options)
     except (TypeError, ValueError) as error:  # Keras' optimizers take **kwargs and complain by themselves
         raise UserError(f"optimizer.options={wanted.options!r} does not fit {wanted.name}: {error}") from error
     if not isinstance(optimizer, keras.optimizers.Optimizer):

@@ -66,12 +66,11 @@ def take(model: keras.Model, path: str) -> str:
 
 def read(path: str) -> dict[Key, np.ndarray]:
     """Returns the weights in a file; raises the errors of zipfile and h5py if it is none that Keras has saved."""
+    stored: str | io.BytesIO = path
     if path.endswith(".keras"):
         with zipfile.ZipFile(path) as archive:
             stored = io.BytesIO(archive.read("model.weights.h5"))
-        with h5py.File(stored) as file:
-            return {key: file[place][()] for key, place in _places(file).items()}
-    with h5py.File(path) as file:
+    with h5py.File(stored) as file:
         root = file.get("model_weights", file)
         places = _older_places(root) if "layer_names" in root.attrs else _places(root)
         return {key: root[place][()] for key, place in places.items()}

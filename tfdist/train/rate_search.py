@@ -12,7 +12,7 @@ import io
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import keras
 
@@ -38,8 +38,7 @@ _BLUE, _ORANGE, _GRAY = "#0072B2", "#D55E00", "#666666"  # Okabe and Ito's
 _ABOVE = 1.3  # share of the fall that is shown above the first value; growing losses push all to the floor
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """One update of the test."""
 
     update: int  # from 1 on
@@ -81,7 +80,7 @@ def run(prepared: Preparation, check_agreement: str, folder: RunFolder, distribu
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["update", "learning_rate", "loss", "smoothed"])
-    writer.writerows(dataclasses.astuple(point) for point in results)
+    writer.writerows(results)
     folder.write_text(TABLE, text.getvalue())
     try:
         _draw(folder.path / PICTURE, prepared.experiment.name, results)

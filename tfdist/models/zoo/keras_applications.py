@@ -32,7 +32,7 @@ def build(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
     """
     layers.needs_image(name, spec)
     if spec.classes is None:
-        layers.logits(spec)
+        layers.logits(spec)  # which refuses that
     function = getattr(keras.applications, name, None)
     if function is None:
         raise UserError(f"model.name={name!r} needs a newer Keras than {keras.__version__}", "upgrade it")
