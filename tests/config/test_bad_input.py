@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 
 import numpy as np
@@ -11,232 +13,164 @@ from support import many_commands
 
 import tfdist
 
-BAD_INPUT = [
-    (
-        ["--strategy=mirored"],
-        "flag --strategy=mirored: value should be one of <auto|default|mirrored|multi_worker|tpu|horovod>",
-    ),
-    (["--stratgy=mirrored"], "Unknown command line flag 'stratgy'. Did you mean: strategy ?"),
-    (["--topology=v5e-8"], "--topology=v5e-8 compiles ahead of time and requires --dry_run"),
-    (["--dry_run", "--topology=v5e-9"], "unknown --topology=v5e-9: did you mean 'v5e-8'? Known are v5e-1, v5e-4"),
-    (
-        ["--dry_run", "--topology=v5e-8", "--devices=0"],
-        "--topology=v5e-8 says on which devices: leave out --strategy, --devices and --virtual_devices",
-    ),
-    (
-        ["--dry_run", "--topology=l4x1"],
-        "--topology=l4x1 needs the compilers for cuda, which are not installed: run python -m tfdist.topology",
-    ),
-    (["mirrored"], "unexpected argument 'mirrored': flags are written --name=value"),
-    (["--config.train.epoch=3"], "unknown config field --config.train.epoch: did you mean 'epochs'?"),
-    (["--config.trian.epochs=3"], "unknown config field --config.trian.epochs: did you mean 'train'?"),
-    (["--config.train.epochs=many"], "flag --config.train.epochs=many: invalid literal for int()"),
-    (["--config.train=3"], "flag --config.train=3: is a group of fields: set one of them"),
-    (["--config=missing.py"], "--config=missing.py does not exist: give the path of a Python file"),
-    (["--config", "missing.py"], "--config=missing.py does not exist"),
-    (["--config=syntax.py"], "--config=syntax.py cannot be used: SyntaxError: "),
-    (["--config=raises.py"], "--config=raises.py cannot be used: ZeroDivisionError: division by zero"),
-    (["--config=empty.py"], "--config=empty.py cannot be used: AttributeError: "),
-    (["--config=typed.py"], "data.image_size must be text in quotes, got 224"),
-    (["--config=number.py"], "get_config() of --config must return a tfdist.config.Experiment, got int"),
-    (["--config.model.name=cn"], "unknown model.name 'cn': did you mean 'cnn'? Known are cnn, mlp, "),
-    (["--config.model.name=resnet50"], "unknown model.name 'resnet50': did you mean 'ResNet50'? Known are cnn, mlp, "),
-    (["--config.model.name=EficientNetB0"], "unknown model.name 'EficientNetB0': did you mean 'EfficientNetB0'?"),
-    (["--config.model.name=zzz"], "unknown model.name 'zzz': known are cnn, mlp, "),
-    (["--config.model.name=no.keras"], "model.name='no.keras' does not exist: give the path of a file on this machine"),
-    (
-        ["--config.model.name=text.keras", "--config.model.options=units=3"],
-        "model.options='units=3' does not go with a model from a file (text.keras): leave it out",
-    ),
-    (
-        ["--config.model.name=text.keras", "--config.model.weights=a.h5"],
-        "model.weights='a.h5' does not go with a model from a file (text.keras): leave it out",
-    ),
-    (["--config.model.weights=no.h5"], "model.weights='no.h5' does not exist"),
-    (
-        ["--config.model.weights=model.ckpt"],
-        "model.weights='model.ckpt' is no file of Keras: give a .keras, .weights.h5 or .h5 file",
-    ),
-    (
-        ["--config.model.freeze=conv*,,head"],
-        "model.freeze='conv*,,head' is not understood: write patterns of layer names",
-    ),
-    (["--config.model.freeze=!"], "model.freeze='!' is not understood"),
-    (["--config.optimizer.name=adm"], "unknown optimizer.name 'adm': did you mean 'adam'?"),
-    (
-        ["--config.optimizer.options=learning_rate=1"],
-        "optimizer.options: learning_rate is set by optimizer.learning_rate: give it there",
-    ),
-    (
-        ["--config.optimizer.options=use_ema=True"],
-        "optimizer.options: use_ema is set by optimizer.ema_momentum: give it there",
-    ),
-    (["--config.optimizer.schedule=steps"], "unknown optimizer.schedule 'steps': did you mean 'step'?"),
-    (["--config.optimizer.schedule=step"], "optimizer.schedule=step needs optimizer.schedule_options, such as"),
-    (
-        ["--config.optimizer.schedule_options=end"],
-        "optimizer.schedule_options='end' is not understood: write name=value",
-    ),
-    (
-        ["--config.optimizer.schedule_options=end=0.1,end=0.2"],
-        "is not understood: write name=value, name=value, each name once",
-    ),
-    (["--config.optimizer.schedule_options=end=low"], "end in optimizer.schedule_options must be a number, got 'low'"),
-    (
-        ["--config.optimizer.schedule_options=end=1"],
-        "end in optimizer.schedule_options must be a share of the rate below 1, got 1",
-    ),
-    (
-        ["--config.optimizer.schedule_options=factor=0.1"],
-        "unknown 'factor' in optimizer.schedule_options='factor=0.1': cosine knows end",
-    ),
-    (
-        ["--config.optimizer.schedule=exponential", "--config.optimizer.schedule_options=factor=0.9"],
-        "optimizer.schedule_options='factor=0.9' is half of it: write factor=0.94, every=2 epochs",
-    ),
-    (
-        ["--config.optimizer.schedule=exponential", "--config.optimizer.schedule_options=end=0.1, factor=0.9, every=9"],
-        "says it twice: give end, or factor and every",
-    ),
-    (["--config.train.precision=float8"], "unknown train.precision 'float8'"),
-    (["--config.data.cache=disk"], "unknown data.cache 'disk': known are auto, memory, stream"),
-    (
-        ["--config.data.image_size=0"],
-        "data.image_size='0' is not understood: write 224, or height x width such as 192x256",
-    ),
-    (["--config.data.image_size=32x"], "data.image_size='32x' is not understood"),
-    (["--config.data.resize=zoom"], "unknown data.resize 'zoom': known are crop, stretch, pad"),
-    (["--config.data.on_error=ignore"], "unknown data.on_error 'ignore': known are refuse, skip"),
-    (["--config.train.batch_size=-5"], "train.batch_size must not be negative, got -5"),
-    (["--config.eval.batch_size=0"], "eval.batch_size must be at least 1, got 0"),
-    (["--config.train.accumulate=0"], "train.accumulate must be at least 1, got 0"),
-    (["--config.train.virtual_replicas=-1"], "train.virtual_replicas must not be negative, got -1"),
-    (
-        ["--config.train.virtual_replicas=8", "--config.train.batch_size=0"],
-        "train.batch_size=auto depends on the memory of this machine, and train.virtual_replicas are for the same bits "
-        "on any: give a number",
-    ),
-    (
-        ["--config.train.virtual_replicas=8", "--config.optimizer.reduce_dtype=bfloat16"],
-        "optimizer.reduce_dtype=bfloat16 cannot be used with train.virtual_replicas, whose sums are exact: "
-        "leave out one of them",
-    ),
-    (
-        ["--config.train.virtual_replicas=8", "--topology=v5e-8", "--dry_run"],
-        "--topology compiles the step without shards: set train.virtual_replicas=0",
-    ),
-    (
-        ["--config.train.batch_size=3", "--virtual_devices=4"],
-        "train.batch_size=3 is smaller than 4 replicas: use at least 4",
-    ),
-    (
-        ["--config.train.batch_size=8", "--virtual_devices=4", "--config.train.accumulate=3"],
-        "train.batch_size=8 is smaller than 4 replicas x 3 micro-batches: use at least 12",
-    ),
-    (["--config.train.epochs=-1"], "train.epochs must not be negative, got -1"),
-    (["--config.train.epochs=0"], "give either train.epochs or train.steps and 0 for the other, got 0 and 0"),
-    (["--config.train.steps=5"], "give either train.epochs or train.steps and 0 for the other, got 30 and 5"),
-    (["--config.optimizer.learning_rate=0"], "optimizer.learning_rate must be positive, got 0"),
-    (["--config.optimizer.ema_momentum=1"], "optimizer.ema_momentum must be in [0, 1), got 1"),
-    (["--config.optimizer.layer_rates=head"], "optimizer.layer_rates='head' is not understood: write name=value"),
-    (["--config.optimizer.layer_rates=head=big"], "head in optimizer.layer_rates must be a number, got 'big'"),
-    (
-        ["--config.optimizer.layer_rates=head=0"],
-        "head in optimizer.layer_rates must be positive, got 0: freeze layers with model.freeze",
-    ),
-    (["--config.optimizer.layer_decay=0"], "optimizer.layer_decay must be in (0, 1], got 0"),
-    (
-        ["--config.optimizer.decay_exclude=bias", "--config.optimizer.weight_decay=0"],
-        "optimizer.decay_exclude='bias' has nothing to exclude from: set weight_decay",
-    ),
-    (["--config.train.patience=-1"], "train.patience must not be negative, got -1"),
-    (["--config.train.monitor=least val_loss"], "train.monitor='least val_loss' is not understood: write a metric"),
-    (["--config.train.class_weight=even"], "train.class_weight='even' is not understood: write name=value"),
-    (["--config.train.class_weight=0=-1"], "0 in train.class_weight must not be negative, got -1"),
-    (
-        ["--config.train.loss=sparse_categorical_crosentropy"],
-        "unknown train.loss 'sparse_categorical_crosentropy': did you mean 'sparse_categorical_crossentropy'?",
-    ),
-    (["--config.train.loss=mse, mae"], "train.loss='mse, mae' names 2 losses: give one, or a function that adds them"),
-    (["--config.train.loss=huber(1.0)"], "the arguments of huber in train.loss='1.0' is not understood: write name="),
-    (["--config.train.metrics=acuracy"], "unknown train.metrics 'acuracy': did you mean 'accuracy'? Known are"),
-    (["--config.train.metrics=mae,,acc"], "train.metrics='mae,,acc' is not understood: write names as in accuracy, To"),
-    (["--config.train.metrics=AUC(name=a"], "train.metrics: ) is missing in 'AUC(name=a'"),
-    (["--config.train.metrics=mae, mae"], "train.metrics='mae, mae' gives mae 2 times: give it once"),
-    (
-        ["--config.train.callbacks=EarlyStoping(patience=3)"],
-        "unknown train.callbacks 'EarlyStoping': did you mean 'EarlyStopping'? Known are BackupAndRestore, ",
-    ),
-    (["--config.train.label_smoothing=1"], "train.label_smoothing must be in [0, 1), got 1"),
-    (["--config.model.options=units"], "model.options='units' is not understood: write name=value, name=value"),
-    (["--config.name=a/b"], "name='a/b' becomes a folder"),
-    (["--config.seed=-1"], "seed must be between 0 and"),
-    (["--virtual_devices=0"], "--virtual_devices must be a whole number of at least 1, got 0"),
-    (["--virtual_devices=two"], "flag --virtual_devices=two: invalid literal for int()"),
-    (["--threads=0"], "--threads must be a whole number of at least 1, got 0"),
-    (["--devices=first"], "--devices=first is not understood: use all, none, driver numbers such as 0,3, or idle:2"),
-    (["--devices=1,1"], "--devices=1,1 names a device twice"),
-    (["--devices=0", "--virtual_devices=2"], "--virtual_devices=2 splits the CPU and --devices=0 picks GPUs: use one"),
-    (["--devices=7"], "there is no device 7: the driver lists none"),
-    (["--devices=idle:2"], "--devices=idle:2 asks for 2 GPUs, found 0: ask for fewer"),
-    (
-        ["--strategy=default", "--virtual_devices=2"],
-        "--strategy=default uses one device, --virtual_devices=2 asks for more",
-    ),
-    (
-        ["--strategy=mirrored"],
-        "--strategy=mirrored needs at least 2 devices, found 1 (the CPU): use --virtual_devices=2",
-    ),
-    (
-        ["--strategy=horovod", "--virtual_devices=2"],
-        "--strategy=horovod uses one device per process, this one has 2 virtual CPU devices",
-    ),
-    (["--communication=mpi"], "flag --communication=mpi: value should be one of <auto|ring|nccl>"),
-    (["--bucket_bytes=-1"], "--bucket_bytes must not be negative, got -1"),
-    (["--start_timeout=0"], "--start_timeout must be a positive number of seconds, got 0.0"),
-    (["--stall_timeout=-3"], "--stall_timeout must be a positive number of seconds, got -3.0"),
-    (["--config.checkpoint.every=often"], "checkpoint.every='often' is not understood: write 100 steps, 1 epoch"),
-    (["--config.checkpoint.every=0 steps"], "checkpoint.every='0 steps' is no interval: write off for none"),
-    (["--config.checkpoint.keep=0"], "checkpoint.keep must be at least 1, got 0"),
-    (["--config.checkpoint.best=least loss"], "checkpoint.best='least loss' is not understood: write a metric"),
-    (["--config.train.on_nonfinite=ignore"], "unknown train.on_nonfinite 'ignore'"),
-    (["--config.train.max_rollbacks=0"], "train.max_rollbacks must be at least 1, got 0"),
-    (
-        ["--config.train.on_nonfinite=rollback", "--config.checkpoint.every=off"],
-        "train.on_nonfinite=rollback goes back to a checkpoint: it cannot be used with checkpoint.every=off",
-    ),
-    (["--resume=require", "--config.checkpoint.every=off"], "checkpoint.every=off, and a resume is asked for"),
-    (["--resume=never", "--resume_changed"], "--resume=never and --resume_changed contradict each other: give one"),
-    (["--resume=maybe"], "flag --resume=maybe: value should be one of <auto|never|require>"),
-    (["--profile=20"], "--profile=20 is not understood: write the first and the last update, such as 20:30"),
-    (["--profile=30:20"], "--profile=30:20 is not understood"),
-    (["--profile=1:500"], "--profile=1:500 is 500 updates, a trace that no browser opens: choose at most 100"),
-    (["--requeue"], "--requeue is for Slurm's jobs, and SLURM_JOB_ID is not set"),
-    (["--config.optimizer.reduce_dtype=int8"], "unknown optimizer.reduce_dtype 'int8'"),
-    (["--config.optimizer.scale_learning_rate=cubic"], "unknown optimizer.scale_learning_rate 'cubic'"),
-    (
-        ["--config.optimizer.scale_learning_rate=linear"],
-        "optimizer.scale_learning_rate=linear and optimizer.base_batch=0 do not go together",
-    ),
-    (
-        ["--config.optimizer.base_batch=32"],
-        "optimizer.scale_learning_rate=none and optimizer.base_batch=32 do not go together",
-    ),
-    (["--config.optimizer.base_batch=-1"], "optimizer.base_batch"),
-    (["--strategy=tpu"], "--strategy=tpu cannot run here: TensorFlow "),
-    (["--strategy=tpu", "--devices=0"], "--devices=0 is for CPUs and GPUs, and a TPU is used as a whole"),
-    (["--strategy=tpu", "--virtual_devices=2"], "--virtual_devices=2 is for CPUs and GPUs, and a TPU"),
-    (["--strategy=tpu", "--jit=on"], "--jit=on is for CPUs and GPUs; a TPU compiles every step: leave it out"),
-    (["--strategy=mirrored", "--tpu=pod"], "--tpu=pod asks for a TPU and --strategy=mirrored uses none"),
-    (["--tpu=a b"], "--tpu=a b is not understood: use local, or the name of a TPU in the Cloud"),
-    (["--tpu=pod"], "--strategy=tpu cannot run here: TensorFlow "),
-    (
-        ["--workdir=syntax.py/below"],
-        "--workdir=syntax.py/below cannot be written (Not a directory): choose another folder",
-    ),
-    (["--workdir=run\udcff"], "--workdir=run\\xff is not UTF-8, as TensorFlow's file names are: choose another name"),
-    (["--flagfile=missing.flags"], "missing.flags"),
-]
+
+def cases(text):
+    """The arguments and the message of each line `ARGUMENTS => MESSAGE`; lines that are indented go on with it."""
+    lines = re.sub(r"\n +", " ", text).strip().splitlines()
+    return [(shlex.split(arguments), message) for arguments, _, message in (line.partition(" => ") for line in lines)]
+
+
+BAD_INPUT = cases("""
+--strategy=mirored => flag --strategy=mirored: value should be one of <auto|default|mirrored|multi_worker|tpu|horovod>
+--stratgy=mirrored => Unknown command line flag 'stratgy'. Did you mean: strategy ?
+--topology=v5e-8 => --topology=v5e-8 compiles ahead of time and requires --dry_run
+--dry_run --topology=v5e-9 => unknown --topology=v5e-9: did you mean 'v5e-8'? Known are v5e-1, v5e-4
+--dry_run --topology=v5e-8 --devices=0 =>
+    --topology=v5e-8 says on which devices: leave out --strategy, --devices and --virtual_devices
+--dry_run --topology=l4x1 =>
+    --topology=l4x1 needs the compilers for cuda, which are not installed: run python -m tfdist.topology
+mirrored => unexpected argument 'mirrored': flags are written --name=value
+--config.train.epoch=3 => unknown config field --config.train.epoch: did you mean 'epochs'?
+--config.trian.epochs=3 => unknown config field --config.trian.epochs: did you mean 'train'?
+--config.train.epochs=many => flag --config.train.epochs=many: invalid literal for int()
+--config.train=3 => flag --config.train=3: is a group of fields: set one of them
+--config=missing.py => --config=missing.py does not exist: give the path of a Python file
+--config missing.py => --config=missing.py does not exist
+--config=syntax.py => --config=syntax.py cannot be used: SyntaxError:
+--config=raises.py => --config=raises.py cannot be used: ZeroDivisionError: division by zero
+--config=empty.py => --config=empty.py cannot be used: AttributeError:
+--config=typed.py => data.image_size must be text in quotes, got 224
+--config=number.py => get_config() of --config must return a tfdist.config.Experiment, got int
+--config.model.name=cn => unknown model.name 'cn': did you mean 'cnn'? Known are cnn, mlp,
+--config.model.name=resnet50 => unknown model.name 'resnet50': did you mean 'ResNet50'? Known are cnn, mlp,
+--config.model.name=EficientNetB0 => unknown model.name 'EficientNetB0': did you mean 'EfficientNetB0'?
+--config.model.name=zzz => unknown model.name 'zzz': known are cnn, mlp,
+--config.model.name=no.keras => model.name='no.keras' does not exist: give the path of a file on this machine
+--config.model.name=text.keras --config.model.options=units=3 =>
+    model.options='units=3' does not go with a model from a file (text.keras): leave it out
+--config.model.name=text.keras --config.model.weights=a.h5 =>
+    model.weights='a.h5' does not go with a model from a file (text.keras): leave it out
+--config.model.weights=no.h5 => model.weights='no.h5' does not exist
+--config.model.weights=model.ckpt =>
+    model.weights='model.ckpt' is no file of Keras: give a .keras, .weights.h5 or .h5 file
+--config.model.freeze=conv*,,head => model.freeze='conv*,,head' is not understood: write patterns of layer names
+--config.model.freeze=! => model.freeze='!' is not understood
+--config.optimizer.name=adm => unknown optimizer.name 'adm': did you mean 'adam'?
+--config.optimizer.options=learning_rate=1 =>
+    optimizer.options: learning_rate is set by optimizer.learning_rate: give it there
+--config.optimizer.options=use_ema=True => optimizer.options: use_ema is set by optimizer.ema_momentum: give it there
+--config.optimizer.schedule=steps => unknown optimizer.schedule 'steps': did you mean 'step'?
+--config.optimizer.schedule=step => optimizer.schedule=step needs optimizer.schedule_options, such as
+--config.optimizer.schedule_options=end => optimizer.schedule_options='end' is not understood: write name=value
+--config.optimizer.schedule_options=end=0.1,end=0.2 => is not understood: write name=value, name=value, each name once
+--config.optimizer.schedule_options=end=low => end in optimizer.schedule_options must be a number, got 'low'
+--config.optimizer.schedule_options=end=1 =>
+    end in optimizer.schedule_options must be a share of the rate below 1, got 1
+--config.optimizer.schedule_options=factor=0.1 =>
+    unknown 'factor' in optimizer.schedule_options='factor=0.1': cosine knows end
+--config.optimizer.schedule=exponential --config.optimizer.schedule_options=factor=0.9 =>
+    optimizer.schedule_options='factor=0.9' is half of it: write factor=0.94, every=2 epochs
+--config.optimizer.schedule=exponential '--config.optimizer.schedule_options=end=0.1, factor=0.9, every=9' =>
+    says it twice: give end, or factor and every
+--config.train.precision=float8 => unknown train.precision 'float8'
+--config.data.cache=disk => unknown data.cache 'disk': known are auto, memory, stream
+--config.data.image_size=0 => data.image_size='0' is not understood: write 224, or height x width such as 192x256
+--config.data.image_size=32x => data.image_size='32x' is not understood
+--config.data.resize=zoom => unknown data.resize 'zoom': known are crop, stretch, pad
+--config.data.on_error=ignore => unknown data.on_error 'ignore': known are refuse, skip
+--config.train.batch_size=-5 => train.batch_size must not be negative, got -5
+--config.eval.batch_size=0 => eval.batch_size must be at least 1, got 0
+--config.train.accumulate=0 => train.accumulate must be at least 1, got 0
+--config.train.virtual_replicas=-1 => train.virtual_replicas must not be negative, got -1
+--config.train.virtual_replicas=8 --config.train.batch_size=0 =>
+    train.batch_size=auto depends on the memory of this machine, and train.virtual_replicas are for the same bits on
+    any: give a number
+--config.train.virtual_replicas=8 --config.optimizer.reduce_dtype=bfloat16 =>
+    optimizer.reduce_dtype=bfloat16 cannot be used with train.virtual_replicas, whose sums are exact: leave out one
+    of them
+--config.train.virtual_replicas=8 --topology=v5e-8 --dry_run =>
+    --topology compiles the step without shards: set train.virtual_replicas=0
+--config.train.batch_size=3 --virtual_devices=4 => train.batch_size=3 is smaller than 4 replicas: use at least 4
+--config.train.batch_size=8 --virtual_devices=4 --config.train.accumulate=3 =>
+    train.batch_size=8 is smaller than 4 replicas x 3 micro-batches: use at least 12
+--config.train.epochs=-1 => train.epochs must not be negative, got -1
+--config.train.epochs=0 => give either train.epochs or train.steps and 0 for the other, got 0 and 0
+--config.train.steps=5 => give either train.epochs or train.steps and 0 for the other, got 30 and 5
+--config.optimizer.learning_rate=0 => optimizer.learning_rate must be positive, got 0
+--config.optimizer.ema_momentum=1 => optimizer.ema_momentum must be in [0, 1), got 1
+--config.optimizer.layer_rates=head => optimizer.layer_rates='head' is not understood: write name=value
+--config.optimizer.layer_rates=head=big => head in optimizer.layer_rates must be a number, got 'big'
+--config.optimizer.layer_rates=head=0 =>
+    head in optimizer.layer_rates must be positive, got 0: freeze layers with model.freeze
+--config.optimizer.layer_decay=0 => optimizer.layer_decay must be in (0, 1], got 0
+--config.optimizer.decay_exclude=bias --config.optimizer.weight_decay=0 =>
+    optimizer.decay_exclude='bias' has nothing to exclude from: set weight_decay
+--config.train.patience=-1 => train.patience must not be negative, got -1
+'--config.train.monitor=least val_loss' => train.monitor='least val_loss' is not understood: write a metric
+--config.train.class_weight=even => train.class_weight='even' is not understood: write name=value
+--config.train.class_weight=0=-1 => 0 in train.class_weight must not be negative, got -1
+--config.train.loss=sparse_categorical_crosentropy =>
+    unknown train.loss 'sparse_categorical_crosentropy': did you mean 'sparse_categorical_crossentropy'?
+'--config.train.loss=mse, mae' => train.loss='mse, mae' names 2 losses: give one, or a function that adds them
+--config.train.loss=huber(1.0) => the arguments of huber in train.loss='1.0' is not understood: write name=
+--config.train.metrics=acuracy => unknown train.metrics 'acuracy': did you mean 'accuracy'? Known are
+--config.train.metrics=mae,,acc => train.metrics='mae,,acc' is not understood: write names as in accuracy, To
+--config.train.metrics=AUC(name=a => train.metrics: ) is missing in 'AUC(name=a'
+'--config.train.metrics=mae, mae' => train.metrics='mae, mae' gives mae 2 times: give it once
+--config.train.callbacks=EarlyStoping(patience=3) =>
+    unknown train.callbacks 'EarlyStoping': did you mean 'EarlyStopping'? Known are BackupAndRestore,
+--config.train.label_smoothing=1 => train.label_smoothing must be in [0, 1), got 1
+--config.model.options=units => model.options='units' is not understood: write name=value, name=value
+--config.name=a/b => name='a/b' becomes a folder
+--config.seed=-1 => seed must be between 0 and
+--virtual_devices=0 => --virtual_devices must be a whole number of at least 1, got 0
+--virtual_devices=two => flag --virtual_devices=two: invalid literal for int()
+--threads=0 => --threads must be a whole number of at least 1, got 0
+--devices=first => --devices=first is not understood: use all, none, driver numbers such as 0,3, or idle:2
+--devices=1,1 => --devices=1,1 names a device twice
+--devices=0 --virtual_devices=2 => --virtual_devices=2 splits the CPU and --devices=0 picks GPUs: use one
+--devices=7 => there is no device 7: the driver lists none
+--devices=idle:2 => --devices=idle:2 asks for 2 GPUs, found 0: ask for fewer
+--strategy=default --virtual_devices=2 => --strategy=default uses one device, --virtual_devices=2 asks for more
+--strategy=mirrored => --strategy=mirrored needs at least 2 devices, found 1 (the CPU): use --virtual_devices=2
+--strategy=horovod --virtual_devices=2 =>
+    --strategy=horovod uses one device per process, this one has 2 virtual CPU devices
+--communication=mpi => flag --communication=mpi: value should be one of <auto|ring|nccl>
+--bucket_bytes=-1 => --bucket_bytes must not be negative, got -1
+--start_timeout=0 => --start_timeout must be a positive number of seconds, got 0.0
+--stall_timeout=-3 => --stall_timeout must be a positive number of seconds, got -3.0
+--config.checkpoint.every=often => checkpoint.every='often' is not understood: write 100 steps, 1 epoch
+'--config.checkpoint.every=0 steps' => checkpoint.every='0 steps' is no interval: write off for none
+--config.checkpoint.keep=0 => checkpoint.keep must be at least 1, got 0
+'--config.checkpoint.best=least loss' => checkpoint.best='least loss' is not understood: write a metric
+--config.train.on_nonfinite=ignore => unknown train.on_nonfinite 'ignore'
+--config.train.max_rollbacks=0 => train.max_rollbacks must be at least 1, got 0
+--config.train.on_nonfinite=rollback --config.checkpoint.every=off =>
+    train.on_nonfinite=rollback goes back to a checkpoint: it cannot be used with checkpoint.every=off
+--resume=require --config.checkpoint.every=off => checkpoint.every=off, and a resume is asked for
+--resume=never --resume_changed => --resume=never and --resume_changed contradict each other: give one
+--resume=maybe => flag --resume=maybe: value should be one of <auto|never|require>
+--profile=20 => --profile=20 is not understood: write the first and the last update, such as 20:30
+--profile=30:20 => --profile=30:20 is not understood
+--profile=1:500 => --profile=1:500 is 500 updates, a trace that no browser opens: choose at most 100
+--requeue => --requeue is for Slurm's jobs, and SLURM_JOB_ID is not set
+--config.optimizer.reduce_dtype=int8 => unknown optimizer.reduce_dtype 'int8'
+--config.optimizer.scale_learning_rate=cubic => unknown optimizer.scale_learning_rate 'cubic'
+--config.optimizer.scale_learning_rate=linear =>
+    optimizer.scale_learning_rate=linear and optimizer.base_batch=0 do not go together
+--config.optimizer.base_batch=32 => optimizer.scale_learning_rate=none and optimizer.base_batch=32 do not go together
+--config.optimizer.base_batch=-1 => optimizer.base_batch
+--strategy=tpu => --strategy=tpu cannot run here: TensorFlow
+--strategy=tpu --devices=0 => --devices=0 is for CPUs and GPUs, and a TPU is used as a whole
+--strategy=tpu --virtual_devices=2 => --virtual_devices=2 is for CPUs and GPUs, and a TPU
+--strategy=tpu --jit=on => --jit=on is for CPUs and GPUs; a TPU compiles every step: leave it out
+--strategy=mirrored --tpu=pod => --tpu=pod asks for a TPU and --strategy=mirrored uses none
+'--tpu=a b' => --tpu=a b is not understood: use local, or the name of a TPU in the Cloud
+--tpu=pod => --strategy=tpu cannot run here: TensorFlow
+--workdir=syntax.py/below => --workdir=syntax.py/below cannot be written (Not a directory): choose another folder
+--workdir=run\udcff => --workdir=run\\xff is not UTF-8, as TensorFlow's file names are: choose another name
+--flagfile=missing.flags => missing.flags
+""")
 
 
 @pytest.fixture
@@ -328,107 +262,61 @@ def optimizer(learning_rate): return "adam"
     )
 
 
-WITH_TENSORFLOW = [
-    (["--config.data.name=digitz"], "unknown data.name 'digitz': did you mean 'digits'?"),
-    (["--config.data.name=no.such:function"], "data.name='no.such:function' cannot be imported: No module named 'no'"),
-    (["--config.data.name=mine:nothing"], "data.name='mine:nothing': module mine has no function 'nothing'"),
-    (["--config.data.name=mine:empty"], "the data set is empty: give it at least one example"),
-    (
-        ["--config.data.name=mine:wrong"],
-        "label -2 of example 2 is out of range for the data set with 2 classes (0 to 1)",
-    ),
-    (["--config.data.name=mine:text"], "cannot train on str: give NumPy arrays"),
-    (["--config.data.name=mine:none"], r"no data given (got None): give NumPy arrays"),
-    (
-        ["--config.data.name=mine:several", "--config.data.augment=flip"],
-        "data.augment is for data whose input is one array of images",
-    ),
-    (
-        ["--config.data.name=mine:several", "--config.data.image_size=8"],
-        "data.image_size is for data whose input is one array",
-    ),
-    (
-        ["--config.data.name=mine:empty", "--config.data.options=a=1"],
-        "data.options: mine:empty takes no such arguments",
-    ),
-    (["--config.data.train_split=training"], "unknown data.train_split 'training': digits has t"),
-    (["--config.data.train_split=train[:0]"], "data.train_split='train[:0]' of digits is empty"),
-    (["--config.data.options=a=1"], "data.options='a=1' is for functions, the TFDS data set 'digits' takes none"),
-    (["--config.data.data_dir=mine.py/x"], "data.data_dir is not usable"),
-    (["--config.model.options=colour=3"], "model.options: tfdist.models.zoo.small:cnn takes no such arguments"),
-    (["--config.model.name=mine:model", "--config.model.options=units=3"], "must return a keras.Model, got int"),
-    (
-        ["--config.model.name=ResNet50"],
-        "model.name='ResNet50' needs images of at least 32x32, the data has 8x8: set data.image_size=32 or more",
-    ),
-    (["--config.model.freeze=hed"], "model.freeze: 'hed' matches no layer with weights: did you mean 'head'?"),
-    (["--config.model.name=char_transformer"], "needs sequences, the data has shape [8, 8, 1]"),
-    (
-        ["--config.optimizer.options=speed=3"],
-        "optimizer.options='speed=3' does not fit sgd: Argument(s) not recognized: {'speed': 3}",
-    ),
-    (
-        ["--config.optimizer.name=mine:optimizer", "--config.optimizer.options=", "--config.optimizer.weight_decay=0"],
-        "must return a Keras optimizer, got str",
-    ),
-    (["--config.optimizer.warmup=soon"], "optimizer.warmup='soon' is not a duration: write 100 steps, 2 epochs"),
-    (
-        ["--config.optimizer.warmup=30 epochs"],
-        "optimizer.warmup='30 epochs' is 900 updates of 900: leave some for training",
-    ),
-    (
-        ["--config.optimizer.schedule=step", "--config.optimizer.schedule_options=boundaries=soon"],
-        "boundaries in optimizer.schedule_options='soon' are not understood: write 30% 60% 80%",
-    ),
-    (
-        ["--config.optimizer.schedule=step", "--config.optimizer.schedule_options=boundaries=9 epochs 1 epoch"],
-        (
-            "boundaries in optimizer.schedule_options are updates 270, 30: they must ascend from the end of the "
-            "warm-up (60) to before the end of the run (900)"
-        ),
-    ),
-    (
-        ["--config.optimizer.schedule=exponential", "--config.optimizer.schedule_options=factor=0.9, every=0.1 steps"],
-        "every in optimizer.schedule_options='0.1 steps' is less than an update: write more",
-    ),
-    (
-        ["--config.optimizer.decay_exclude=bais"],
-        "optimizer.decay_exclude: 'bais' matches nothing that is trained: there are conv2d",
-    ),
-    (
-        ["--config.train.class_weight=11=2.0"],
-        "unknown class '11' in train.class_weight: did you mean '1'? Known are 0, 1, 2",
-    ),
-    (
-        ["--config.train.class_weight=balanced", "--config.data.name=stdlib_text"],
-        "train.class_weight='balanced' is for data with one class per example: leave it out",
-    ),
-    (
-        ["--config.train.patience=1", "--config.train.monitor=val_auc"],
-        "train.monitor=val_auc is not measured: choose one of accuracy, loss, val_accuracy, val_loss",
-    ),
-    (["--profile=880:901"], "--profile=880:901 is beyond the run's 900 updates: choose earlier ones"),
-    (["--dry_run", "--config.data.name=mnist"], "data set 'mnist' is not in "),
-    (["--dry_run", "--resume=require"], "--resume=require, and there is no checkpoint in runs/digits/checkpoints"),
-    (["--dry_run", "--workdir=mine.py"], "mine.py is no folder): choose another folder"),
-    (
-        ["--dry_run", "--config.train.class_weight=" + ", ".join(f"{i}=0" for i in range(10))],
-        "every class the weight 0",
-    ),
-    (
-        ["--dry_run", "--config.train.patience=1", "--config.train.monitor=val_auc"],
-        "train.monitor=val_auc is not measured: choose one of accuracy, loss, val_accuracy, val_loss",
-    ),
-    (
-        ["--dry_run", "--config.checkpoint.best=val_auc"],
-        "checkpoint.best=val_auc is not measured: choose one of accuracy, loss, val_accuracy, val_loss",
-    ),
-    (["--config.eval.every=10 steps"], "eval.every='10 steps' is not a whole number of epochs of 30 updates"),
-    (
-        ["--config.checkpoint.best=val_auc"],
-        "checkpoint.best=val_auc is not measured: choose one of accuracy, loss, val_accuracy, val_loss",
-    ),
-]
+WITH_TENSORFLOW = cases("""
+--config.data.name=digitz => unknown data.name 'digitz': did you mean 'digits'?
+--config.data.name=no.such:function => data.name='no.such:function' cannot be imported: No module named 'no'
+--config.data.name=mine:nothing => data.name='mine:nothing': module mine has no function 'nothing'
+--config.data.name=mine:empty => the data set is empty: give it at least one example
+--config.data.name=mine:wrong => label -2 of example 2 is out of range for the data set with 2 classes (0 to 1)
+--config.data.name=mine:text => cannot train on str: give NumPy arrays
+--config.data.name=mine:none => no data given (got None): give NumPy arrays
+--config.data.name=mine:several --config.data.augment=flip =>
+    data.augment is for data whose input is one array of images
+--config.data.name=mine:several --config.data.image_size=8 => data.image_size is for data whose input is one array
+--config.data.name=mine:empty --config.data.options=a=1 => data.options: mine:empty takes no such arguments
+--config.data.train_split=training => unknown data.train_split 'training': digits has t
+--config.data.train_split=train[:0] => data.train_split='train[:0]' of digits is empty
+--config.data.options=a=1 => data.options='a=1' is for functions, the TFDS data set 'digits' takes none
+--config.data.data_dir=mine.py/x => data.data_dir is not usable
+--config.model.options=colour=3 => model.options: tfdist.models.zoo.small:cnn takes no such arguments
+--config.model.name=mine:model --config.model.options=units=3 => must return a keras.Model, got int
+--config.model.name=ResNet50 =>
+    model.name='ResNet50' needs images of at least 32x32, the data has 8x8: set data.image_size=32 or more
+--config.model.freeze=hed => model.freeze: 'hed' matches no layer with weights: did you mean 'head'?
+--config.model.name=char_transformer => needs sequences, the data has shape [8, 8, 1]
+--config.optimizer.options=speed=3 =>
+    optimizer.options='speed=3' does not fit sgd: Argument(s) not recognized: {'speed': 3}
+--config.optimizer.name=mine:optimizer --config.optimizer.options= --config.optimizer.weight_decay=0 =>
+    must return a Keras optimizer, got str
+--config.optimizer.warmup=soon => optimizer.warmup='soon' is not a duration: write 100 steps, 2 epochs
+'--config.optimizer.warmup=30 epochs' => optimizer.warmup='30 epochs' is 900 updates of 900: leave some for training
+--config.optimizer.schedule=step --config.optimizer.schedule_options=boundaries=soon =>
+    boundaries in optimizer.schedule_options='soon' are not understood: write 30% 60% 80%
+--config.optimizer.schedule=step '--config.optimizer.schedule_options=boundaries=9 epochs 1 epoch' =>
+    boundaries in optimizer.schedule_options are updates 270, 30: they must ascend from the end of the warm-up (60)
+    to before the end of the run (900)
+--config.optimizer.schedule=exponential '--config.optimizer.schedule_options=factor=0.9, every=0.1 steps' =>
+    every in optimizer.schedule_options='0.1 steps' is less than an update: write more
+--config.optimizer.decay_exclude=bais =>
+    optimizer.decay_exclude: 'bais' matches nothing that is trained: there are conv2d
+--config.train.class_weight=11=2.0 => unknown class '11' in train.class_weight: did you mean '1'? Known are 0, 1, 2
+--config.train.class_weight=balanced --config.data.name=stdlib_text =>
+    train.class_weight='balanced' is for data with one class per example: leave it out
+--config.train.patience=1 --config.train.monitor=val_auc =>
+    train.monitor=val_auc is not measured: choose one of accuracy, loss, val_accuracy, val_loss
+--profile=880:901 => --profile=880:901 is beyond the run's 900 updates: choose earlier ones
+--dry_run --config.data.name=mnist => data set 'mnist' is not in
+--dry_run --resume=require => --resume=require, and there is no checkpoint in runs/digits/checkpoints
+--dry_run --workdir=mine.py => mine.py is no folder): choose another folder
+--dry_run '--config.train.class_weight=0=0, 1=0, 2=0, 3=0, 4=0, 5=0, 6=0, 7=0, 8=0, 9=0' => every class the weight 0
+--dry_run --config.train.patience=1 --config.train.monitor=val_auc =>
+    train.monitor=val_auc is not measured: choose one of accuracy, loss, val_accuracy, val_loss
+--dry_run --config.checkpoint.best=val_auc =>
+    checkpoint.best=val_auc is not measured: choose one of accuracy, loss, val_accuracy, val_loss
+'--config.eval.every=10 steps' => eval.every='10 steps' is not a whole number of epochs of 30 updates
+--config.checkpoint.best=val_auc =>
+    checkpoint.best=val_auc is not measured: choose one of accuracy, loss, val_accuracy, val_loss
+""")
 
 
 def test_known_with_tensorflow(run, tmp_path, tfds_dir):
