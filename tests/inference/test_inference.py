@@ -214,67 +214,34 @@ def other_weights(folder):
 
 SPOILT = [
     (lambda f: (f / "model.keras").unlink(), "", "copy has no model.keras yet: use its newest checkpoint with"),
-    (
-        lambda f: [(f / "model.keras").unlink(), shutil.rmtree(f / "checkpoints")],
-        "",
-        "has no model.keras yet: it has no checkpoint either: train it",
-    ),
+    (lambda f: [(f / "model.keras").unlink(), shutil.rmtree(f / "checkpoints")], "",
+     "has no model.keras yet: it has no checkpoint either: train it"),
     (lambda f: shutil.rmtree(f / "checkpoints"), "latest", "there is no checkpoint in "),
     (lambda f: None, "7", "--checkpoint=7 is not there: the updates that have one are "),
-    (
-        lambda f: edited(f / "experiment.json", checkpoint={"best": ""}),
-        "best",
-        "--checkpoint=best, and the run has not recorded it (checkpoint.best): use latest",
-    ),
-    (
-        lambda f: (f / "result.json").unlink(),
-        "",
-        "result.json has no checksum of model.keras, so the run has not completed",
-    ),
+    (lambda f: edited(f / "experiment.json", checkpoint={"best": ""}), "best",
+     "--checkpoint=best, and the run has not recorded it (checkpoint.best): use latest"),
+    (lambda f: (f / "result.json").unlink(), "",
+     "result.json has no checksum of model.keras, so the run has not completed"),
     (lambda f: edited(f / "result.json", weights_sha256=""), "", "result.json has changed: its checksum is wrong: "),
     (lambda f: [edited(f / "result.json", weights_sha256=""), unlisted(f)], "", "has no checksum of model"),
-    (
-        other_weights,
-        "",
-        "model.keras has other weights than result.json (weights_sha256): it is of another run, or damaged",
-    ),
-    (
-        lambda f: (f / "model.keras").write_bytes((f / "model.keras").read_bytes()[:5000]),
-        "",
-        "model.keras is damaged (File is not a zip file): use --checkpoint=latest, or train again",
-    ),
-    (
-        damaged_weights,  # HDF5's reader ended the process by SIGSEGV
-        "",
-        "model.keras is damaged (model.weights.h5 in it): use --checkpoint=latest, or train again",
-    ),
-    (
-        lambda f: [edited(f / "experiment.json", model={"name": "mlp"}), unlisted(f)],
-        "",
-        "model.keras does not fit the model that",
-    ),
+    (other_weights, "",
+     "model.keras has other weights than result.json (weights_sha256): it is of another run, or damaged"),
+    (lambda f: (f / "model.keras").write_bytes((f / "model.keras").read_bytes()[:5000]), "",
+     "model.keras is damaged (File is not a zip file): use --checkpoint=latest, or train again"),
+    (damaged_weights, "",  # HDF5's reader ended the process by SIGSEGV
+     "model.keras is damaged (model.weights.h5 in it): use --checkpoint=latest, or train again"),
+    (lambda f: [edited(f / "experiment.json", model={"name": "mlp"}), unlisted(f)], "",
+     "model.keras does not fit the model that"),
     (lambda f: edited(f / "experiment.json", model={"name": "mlp"}), "latest", "experiment.json is not what "),
-    (
-        lambda f: [edited(f / "experiment.json", colour="red"), unlisted(f)],
-        "",
-        "experiment.json has a field 'colour', which this tfdist does not know",
-    ),
-    (
-        lambda f: edited(f / "experiment.json", train=5),
-        "latest",
-        "experiment.json has train=5, which it cannot have been written with: copy it back",
-    ),
-    (
-        lambda f: edited(f / "experiment.json", seed="x"),
-        "latest",
-        "experiment.json has seed='x', which it cannot have been written with",
-    ),
-    (
-        lambda f: (f / "experiment.json").write_text("{"),
-        "",
-        "holds no run (no experiment.json that can be read): check the path",
-    ),
-]
+    (lambda f: [edited(f / "experiment.json", colour="red"), unlisted(f)], "",
+     "experiment.json has a field 'colour', which this tfdist does not know"),
+    (lambda f: edited(f / "experiment.json", train=5), "latest",
+     "experiment.json has train=5, which it cannot have been written with: copy it back"),
+    (lambda f: edited(f / "experiment.json", seed="x"), "latest",
+     "experiment.json has seed='x', which it cannot have been written with"),
+    (lambda f: (f / "experiment.json").write_text("{"), "",
+     "holds no run (no experiment.json that can be read): check the path"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("spoil, checkpoint, message", SPOILT, ids=[str(i) for i in range(len(SPOILT))])
@@ -592,24 +559,16 @@ def test_an_output_that_cannot_be_written(monkeypatch, tmp_path):
 BAD_FLAGS = [
     ([], "neither --workdir nor --model says which model: give a run folder such as --workdir=runs/digits"),
     (["--workdir=run", "--model=m.keras"], "--workdir and --model name two models"),
-    (
-        ["--model=m.keras", "--checkpoint=best"],
-        "--checkpoint=best is for runs: give their --workdir instead of --model",
-    ),
+    (["--model=m.keras", "--checkpoint=best"],
+     "--checkpoint=best is for runs: give their --workdir instead of --model"),
     (["--workdir=run", "--checkpoint=first"], "--checkpoint=first is not understood: use latest, best, or the number"),
-    (
-        ["--workdir=run", f"--config={REPOSITORY}/configs/digits.py"],
-        "the experiment of --workdir is in the run folder: leave out --config",
-    ),
-    (
-        ["--workdir=run", "--config.train.epochs=3"],
-        "--config.train.epochs changes nothing once a model is trained: leave it out",
-    ),
+    (["--workdir=run", f"--config={REPOSITORY}/configs/digits.py"],
+     "the experiment of --workdir is in the run folder: leave out --config"),
+    (["--workdir=run", "--config.train.epochs=3"],
+     "--config.train.epochs changes nothing once a model is trained: leave it out"),
     (["--workdir=run", "--config.optimizer.name=adam"], "--config.optimizer.name changes nothing once"),
-    (
-        ["--workdir=run", "--config.data.evalsplit=x"],
-        "unknown config field --config.data.evalsplit: did you mean 'eval_split'?",
-    ),
+    (["--workdir=run", "--config.data.evalsplit=x"],
+     "unknown config field --config.data.evalsplit: did you mean 'eval_split'?"),
     (["--workdir=run", "--resume=never"], "Unknown command line flag 'resume'"),
     (["--workdr=run"], "Unknown command line flag 'workdr'. Did you mean: workdir ?"),
     (["--workdir=missing"], "--workdir=missing holds no run (no experiment.json that can be read): check the path"),
@@ -617,7 +576,7 @@ BAD_FLAGS = [
     (["--model=poison"], "--model=poison is a folder: give it as --workdir"),
     (["--workdir=run", "--overwrite", "--output=-"], "--overwrite without a file in --output has nothing to replace"),
     (["--workdir=missing", "--strategy=tpu"], "--strategy=tpu cannot run here: TensorFlow 2"),
-]
+]  # fmt: skip
 
 
 def test_bad_flags_need_no_tensorflow(run, tmp_path):

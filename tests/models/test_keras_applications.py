@@ -106,49 +106,25 @@ def test_efficientnet_sees_what_its_imagenet_weights_expect(tmp_path, monkeypatc
     np.testing.assert_allclose(stem(ours), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name, spec, options, message",
-    [
-        (
-            "Xception",
-            Spec((32, 70, 3), "uint8", 3, 255.0),
-            "",
-            r"needs images of at least 71x71, the data has 32x70: set data.image_size=71 or more",
-        ),
-        ("ResNet50", Spec((32, 32, 4), "uint8", 3, 255.0), "", "needs images of 1 or 3 channels, the data has 4"),
-        (
-            "ResNet50",
-            Spec((10,), "uint8", 3, 255.0),
-            "",
-            r"needs images \[height, width, channels\], the data has shape \[10\]",
-        ),
-        (
-            "ResNet50",
-            Spec((32, 32, 3), "uint8", None, 255.0),
-            "",
-            "this model classifies, and the targets are not whole numbers",
-        ),
-        (
-            "ResNet50",
-            Spec((32, 32, 3), "uint8", 3, 255.0),
-            "alpha=1",
-            r"model.options: keras.*ResNet50 takes no such arguments",
-        ),
-        (
-            "ResNet50",
-            Spec((32, 32, 3), "uint8", 3, 255.0),
-            "classes=5",
-            "model.options: classes of ResNet50 is set from the data",
-        ),
-        (
-            "MobileNetV3Small",
-            Spec((32, 32, 3), "uint8", 3, 255.0),
-            "name=7",
-            r"model.options do not fit MobileNetV3Small: ",
-        ),
-        ("MobileNet", Spec((32, 32, 3), "uint8", 3, 255.0), "alpha=None", r"model.options do not fit MobileNet: "),
-    ],
-)
+REFUSED = [
+    ("Xception", Spec((32, 70, 3), "uint8", 3, 255.0), "",
+     r"needs images of at least 71x71, the data has 32x70: set data.image_size=71 or more"),
+    ("ResNet50", Spec((32, 32, 4), "uint8", 3, 255.0), "", "needs images of 1 or 3 channels, the data has 4"),
+    ("ResNet50", Spec((10,), "uint8", 3, 255.0), "",
+     r"needs images \[height, width, channels\], the data has shape \[10\]"),
+    ("ResNet50", Spec((32, 32, 3), "uint8", None, 255.0), "",
+     "this model classifies, and the targets are not whole numbers"),
+    ("ResNet50", Spec((32, 32, 3), "uint8", 3, 255.0), "alpha=1",
+     r"model.options: keras.*ResNet50 takes no such arguments"),
+    ("ResNet50", Spec((32, 32, 3), "uint8", 3, 255.0), "classes=5",
+     "model.options: classes of ResNet50 is set from the data"),
+    ("MobileNetV3Small", Spec((32, 32, 3), "uint8", 3, 255.0), "name=7",
+     r"model.options do not fit MobileNetV3Small: "),
+    ("MobileNet", Spec((32, 32, 3), "uint8", 3, 255.0), "alpha=None", r"model.options do not fit MobileNet: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, spec, options, message", REFUSED)
 def test_refused(name, spec, options, message):
     with pytest.raises(UserError, match=message) as caught:
         built(name, spec, options)
