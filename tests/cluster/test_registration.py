@@ -423,42 +423,18 @@ def test_what_leaves_files_is_done_first_by_the_chief(member, master, tmp_path):
 
 ANY = (0, 1)  # who leaves may be gone before the others find out
 LOSSES = [  # what workers 0, 1 and 2 do, their exit codes, and what those with code 1 say
-    (
-        "killed in C",
-        ["stuck()", "os.kill(os.getpid(), 9)", "stuck()"],
-        [1, -9, 1],
-        r"tfdist: failed: lost worker 1 \(HOST\): its process ended",
-    ),
-    (
-        "killed in gather",
-        ["peers.gather('x')", "os.kill(os.getpid(), 9)", "peers.gather('x')"],
-        [1, -9, 1],
-        r"say: failed: lost worker 1 \(HOST\): its process ended",
-    ),
-    (
-        "chief killed",
-        ["os.kill(os.getpid(), 9)", "stuck()", "peers.gather('x')"],
-        [-9, 1, 1],
-        r"failed: lost worker 0 \(HOST\): its process ended",
-    ),
-    (
-        "raises",
-        ["stuck()", "raise RuntimeError('of \\n two lines')", "peers.gather('x')"],
-        [1, 1, 1],
-        r"(lost worker 1 \(HOST\): it stopped: RuntimeError: of two lines|Traceback)",
-    ),
-    (
-        "fails",
-        ["peers.gather('x')", "peers.fail('bad labels', 2)", "stuck()"],
-        [1, 2, 1],
-        r"lost worker 1 \(HOST\): it stopped: bad labels",
-    ),
-    (
-        "chief fails",
-        ["peers.fail('bad labels', 2)", "peers.gather('x')", "stuck()"],
-        [2, 1, 1],
-        r"lost worker 0 \(HOST\): it stopped: bad labels",
-    ),
+    ("killed in C", ["stuck()", "os.kill(os.getpid(), 9)", "stuck()"], [1, -9, 1],
+     r"tfdist: failed: lost worker 1 \(HOST\): its process ended"),
+    ("killed in gather", ["peers.gather('x')", "os.kill(os.getpid(), 9)", "peers.gather('x')"], [1, -9, 1],
+     r"say: failed: lost worker 1 \(HOST\): its process ended"),
+    ("chief killed", ["os.kill(os.getpid(), 9)", "stuck()", "peers.gather('x')"], [-9, 1, 1],
+     r"failed: lost worker 0 \(HOST\): its process ended"),
+    ("raises", ["stuck()", "raise RuntimeError('of \\n two lines')", "peers.gather('x')"], [1, 1, 1],
+     r"(lost worker 1 \(HOST\): it stopped: RuntimeError: of two lines|Traceback)"),
+    ("fails", ["peers.gather('x')", "peers.fail('bad labels', 2)", "stuck()"], [1, 2, 1],
+     r"lost worker 1 \(HOST\): it stopped: bad labels"),
+    ("chief fails", ["peers.fail('bad labels', 2)", "peers.gather('x')", "stuck()"], [2, 1, 1],
+     r"lost worker 0 \(HOST\): it stopped: bad labels"),
     (
         "other calls",
         ["peers.gather('x')", "peers.gather('y')", "peers.gather('x')"],
@@ -468,12 +444,8 @@ LOSSES = [  # what workers 0, 1 and 2 do, their exit codes, and what those with 
             r"the same calls"
         ),
     ),
-    (
-        "exits in the middle",
-        ["peers.gather('x')", "sys.exit(0)", "peers.gather('x')"],
-        [1, ANY, 1],
-        r"failed: worker \d \(HOST\) is at .* every worker must make the same calls",
-    ),
+    ("exits in the middle", ["peers.gather('x')", "sys.exit(0)", "peers.gather('x')"], [1, ANY, 1],
+     r"failed: worker \d \(HOST\) is at .* every worker must make the same calls"),
     (
         "finishes early",
         ["peers.doing('call', 5); stuck()", "peers.leave()", "peers.doing('call', 5); stuck()"],
@@ -486,24 +458,12 @@ LOSSES = [  # what workers 0, 1 and 2 do, their exit codes, and what those with 
         [1, 1, 1],
         r"lost worker 1 \(HOST\): stuck in Python for \d+ s after update 5 \(--stall_timeout\)",
     ),
-    (
-        "stuck together",
-        ["peers.doing('call', 7); stuck()"] * 3,
-        [1, 1, 1],
-        r"tfdist: failed: no worker has finished a call for \d+ s since update 7 \(--stall_timeout\)",
-    ),
-    (
-        "a message without its parts",
-        ["stuck()", "peers._watch.send({'beat': 'call'}); stuck()", "stuck()"],
-        [1, 1, 1],
-        r"lost worker 1 \(HOST\): it sent what no process of tfdist sends|lost worker 0 \(HOST\): its process ended",
-    ),
-    (
-        "a watch that breaks",
-        ["peers._watch._check = None; stuck()", "stuck()", "stuck()"],
-        [1, 1, 1],
-        r"the watch on the other workers has failed: TypeError|lost worker 0 \(HOST\): (its process ended|it stopped)",
-    ),
+    ("stuck together", ["peers.doing('call', 7); stuck()"] * 3, [1, 1, 1],
+     r"tfdist: failed: no worker has finished a call for \d+ s since update 7 \(--stall_timeout\)"),
+    ("a message without its parts", ["stuck()", "peers._watch.send({'beat': 'call'}); stuck()", "stuck()"], [1, 1, 1],
+     r"lost worker 1 \(HOST\): it sent what no process of tfdist sends|lost worker 0 \(HOST\): its process ended"),
+    ("a watch that breaks", ["peers._watch._check = None; stuck()", "stuck()", "stuck()"], [1, 1, 1],
+     r"the watch on the other workers has failed: TypeError|lost worker 0 \(HOST\): (its process ended|it stopped)"),
     (
         "killed while others keep back what is printed",
         [
@@ -519,7 +479,7 @@ LOSSES = [  # what workers 0, 1 and 2 do, their exit codes, and what those with 
         [1, -9, 1],
         r"failed: lost worker 1 \(HOST\): its process ended",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("work, codes, message", [c[1:] for c in LOSSES], ids=[c[0] for c in LOSSES])
