@@ -67,7 +67,7 @@ def test_the_losses_are_those_of_keras_on_one_device(run, tmp_path):
 
 
 def made(losses):
-    return [dataclasses.replace(p, smoothed=p.loss) for p in rate_search.points(losses)]
+    return [p._replace(smoothed=p.loss) for p in rate_search.points(losses)]
 
 
 def test_a_tenth_of_the_rate_of_the_lowest_loss():
