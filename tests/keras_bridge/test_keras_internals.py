@@ -16,7 +16,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 
 import tfdist
 from tfdist.data import sources
-from tfdist.keras_bridge import keras_internals, optimizer_update
+from tfdist.keras_bridge import keras_internals, layer_state, optimizer_update
 from tfdist.step import step_calls
 
 PACKAGE = pathlib.Path(tfdist.__file__).parent
@@ -203,7 +203,7 @@ def test_slots_of_fused_optimizers(make):
     """Else the fused update would write its moments somewhere else than into what is saved."""
     optimizer, variable = make(), keras.Variable([1.0, 2.0])
     optimizer.build([variable])
-    slots = keras_internals.adam_slots(optimizer)[0]
+    slots = next(zip(*keras_internals.adam_slots(optimizer)))
     assert {id(s) for s in slots} <= {id(v) for v in optimizer.variables} and slots[0] is not slots[1]
     assert optimizer.weight_decay is None or keras_internals.decays(optimizer, variable)
 
@@ -543,7 +543,7 @@ def test_writes_are_noted_with_what_was_there_before(connect):
     variable = tf.Variable(1.0)
     with connect(2).scope():
         mirrored = tf.Variable(0.0)
-    with keras_internals.noting_writes() as writes:
+    with layer_state.noting_writes() as writes:
         variable.assign_add(2.0)
         variable.assign(5.0)
         tf.Variable(0.0).assign(1.0)

@@ -15,7 +15,7 @@ from tfdist.config import validation
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays
 from tfdist.data.spec import Spec
-from tfdist.keras_bridge import layer_state
+from tfdist.keras_bridge import keras_internals
 from tfdist.models import build as models
 from tfdist.models import freezing, pretrained
 
@@ -273,7 +273,7 @@ def test_freeze(text, trained, said):
 def test_freeze_what_is_inside_of_other_layers():
     model = numbered(3)
     freezing.freeze(model, "inner, forward_*, query")
-    frozen = {v.path for v in layer_state.fixed_variables(model)}
+    frozen = {v.path for v in keras_internals.fixed_variables(model)}
     assert len([p for p in frozen if "inner" in p or "batch_norm" in p]) >= 4
     assert any("forward" in p for p in frozen) and any("query" in p for p in frozen)
     assert not any("backward" in p or "key" in p or p.startswith("head") for p in frozen)

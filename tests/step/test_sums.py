@@ -9,7 +9,7 @@ import tfdist
 from tfdist.data.batch_layout import Layout, MicroBatch
 from tfdist.keras_bridge import ema, optimizer_update
 from tfdist.keras_bridge.loss import LossTerm, Objective, objectives
-from tfdist.step.sums import StepSums
+from tfdist.step.replica import StepSums
 
 ALONE = tfdist.connect("default")
 X, Y = np.random.default_rng(3).normal(size=(2, 11, 4)).astype("float32")

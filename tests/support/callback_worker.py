@@ -24,7 +24,7 @@ import keras
 import tensorflow as tf
 
 from support import training_cases
-from tfdist.checkpoints import training_state
+from tfdist.keras_bridge import keras_internals
 
 L = keras.layers
 # Among the models is one whose replicas normalize by themselves.
@@ -152,7 +152,7 @@ def changed(distribution, folder):
         fit(model, x, y, **options)
         if distribution.rank == distribution.workers - 1:
             variable = model.optimizer.learning_rate if name == "optimizer" else model.layers[-1].bias
-            for copy in training_state.copies(variable):
+            for copy in keras_internals.copies(variable):
                 copy.assign(copy + 1.0)
         try:
             call(model)

@@ -13,7 +13,7 @@ from programs.surface.layers import CountsExamples
 from support import training_cases
 
 import tfdist
-from tfdist.keras_bridge import batch_norm, keras_internals, layer_state
+from tfdist.keras_bridge import batch_norm, keras_internals
 from tfdist.verification import equivalence_check
 
 L = keras.layers
@@ -514,7 +514,7 @@ def test_synchronized_batch_norm_of_a_nested_model_keeps_its_weights(connect):
     tfdist.fit(ours, x, y, epochs=2, **options)
     for a, b in zip(plain.get_weights(), ours.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
-    for layer in batch_norm.batch_norms(ours):
+    for layer in keras_internals.batch_norms(ours):
         layer.synchronized = False
     with pytest.raises(tfdist.UserError, match="normalizes with the rows of its own replica"):
         tfdist.fit(ours, x, y, check_agreement="on", **options)
@@ -534,7 +534,7 @@ def nothing(*arguments):
     "module, name, layers, loss",
     [
         (keras_internals, "unscaled_losses", [], mean_loss),
-        (layer_state, "separate_losses", [SumOfSquares, lambda: L.BatchNormalization(synchronized=True)], "mse"),
+        (keras_internals, "separate_losses", [SumOfSquares, lambda: L.BatchNormalization(synchronized=True)], "mse"),
         (batch_norm, "synchronized", [lambda: L.BatchNormalization(synchronized=True)], "mse"),
     ],
 )

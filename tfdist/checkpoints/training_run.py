@@ -173,7 +173,7 @@ def _log_other_kernels(distribution: Distribution, before: str | None) -> None:
 
 
 def _assign(variable: keras.Variable, value: float) -> None:
-    for copy in training_state.copies(variable):
+    for copy in keras_internals.copies(variable):
         copy.assign(tf.cast(value, copy.dtype))
 
 

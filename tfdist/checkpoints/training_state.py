@@ -18,7 +18,7 @@ from tfdist.checkpoints.files import DamagedError
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions
+from tfdist.keras_bridge import keras_internals, metrics, preconditions
 
 WORDS = 1 << 22  # 64-bit words per broadcast to the other workers
 SHARED, OWN, CALLBACKS = "shared", "replicas", "callbacks"  # names begin so: kept once, [replicas, ...], of callbacks
@@ -34,13 +34,13 @@ def capture(
     places = slice(distribution.first, distribution.first + len(distribution.devices))
     own = {}
     for name, variable in _own(model):
-        here = np.stack([_read(copy).numpy() for copy in copies(variable)])
+        here = np.stack([_read(copy).numpy() for copy in keras_internals.copies(variable)])
         own[name] = np.zeros((distribution.replicas, *here.shape[1:]), here.dtype)
         own[name][places] = here
     own = dict(zip(own, broadcast_bits(distribution, list(own.values()))))
     if not distribution.is_chief:
         return {}
-    shared = {name: _read(copies(v)[0]) for name, v in _shared(model)}
+    shared = {name: _read(keras_internals.copies(v)[0]) for name, v in _shared(model)}
     if distribution.device_kind != "CPU":  # there a copy on write would need twice the memory
         shared = {name: value.numpy() for name, value in shared.items()}
     best = {
@@ -95,7 +95,7 @@ def restore(
         rows = by_place[_place(name)]
         if id(variable) in whole and len(rows) != distribution.replicas:
             rows = np.repeat(rows[:1], distribution.replicas, 0)  # each replica had the state of all examples
-        _assign_own(name, copies(variable), rows, distribution)
+        _assign_own(name, keras_internals.copies(variable), rows, distribution)
     refresh(model)
     for name, callback in named(callbacks):
         best = [by_place[place] for place in sorted(by_place) if place.startswith(f"{CALLBACKS}/{name}/")]
@@ -135,7 +135,7 @@ def weights(model: keras.Model, tensors: dict[str, np.ndarray], averaged: bool) 
 
 def assign(model: keras.Model, distribution: Distribution, arrays: list[np.ndarray]) -> None:
     """Assigns the chief's weights to a model; called on all workers, with the arrays on the chief."""
-    empty = [np.zeros(v.shape, copies(v)[0].dtype.as_numpy_dtype) for v in model.weights]
+    empty = [np.zeros(v.shape, keras_internals.copies(v)[0].dtype.as_numpy_dtype) for v in model.weights]
     arrays = broadcast_bits(distribution, arrays if distribution.is_chief else empty)
     _assign(model.weights, arrays)
     refresh(model)
@@ -148,7 +148,7 @@ def share(model: keras.Model, distribution: Distribution) -> None:
     """
     optimizers = [v for optimizer in preconditions.optimizers(model) for v in optimizer.variables]
     variables = [*model.trainable_variables, *model.non_trainable_variables, *optimizers]
-    values = [_read(copies(v)[0]).numpy() for v in variables]
+    values = [_read(keras_internals.copies(v)[0]).numpy() for v in variables]
     values = broadcast_bits(distribution, values if distribution.is_chief else [np.zeros_like(v) for v in values])
     _assign(variables, values)
     refresh(model)
@@ -166,7 +166,7 @@ def separate_streams(model: keras.Model, distribution: Distribution, apart: bool
     """Gives the random layers of each replica a stream of its own, or if not `apart`, that of replica 0: Keras'."""
     if distribution.replicas == 1:
         return
-    seeds = [copies(v) for v in model.non_trainable_variables if keras_internals.is_seed(v)]
+    seeds = [keras_internals.copies(v) for v in model.non_trainable_variables if keras_internals.is_seed(v)]
     states = [_read(of_one[0]).numpy().tolist() for of_one in seeds]
     chief = distribution.peers.gather("the seeds of random layers", states)[0]
     for of_one, state in zip(seeds, chief):
@@ -228,8 +228,8 @@ def _own(model: keras.Model) -> list[tuple[str, keras.Variable]]:
 
 def _parts(model: keras.Model) -> tuple[list, list]:
     """Returns the model's variables that are the same on every replica, and those that are not."""
-    fixed = layer_state.fixed_variables(model)
-    ids = {id(v) for v in fixed}
+    fixed = keras_internals.fixed_variables(model)
+    ids = set(map(id, fixed))
     return [*model.trainable_variables, *fixed], [v for v in model.non_trainable_variables if id(v) not in ids]
 
 
@@ -242,14 +242,9 @@ def _named(kind: str, parts: dict[str, list]) -> list[tuple[str, keras.Variable]
     return [(f"{kind}/{p}/{i:04d}/{v.path}", v) for p, variables in parts.items() for i, v in enumerate(variables)]
 
 
-def copies(variable: keras.Variable) -> tuple[tf.Variable, ...]:
-    """Returns this worker's copies of a Keras variable, in order of replicas."""
-    return tuple(getattr(variable.value, "values", (variable.value,)))
-
-
 def _assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:
     for variable, value in zip(variables, values, strict=True):
-        for copy in copies(variable):
+        for copy in keras_internals.copies(variable):
             copy.assign(value)
 
 
@@ -295,7 +290,7 @@ def _check_match(variables: dict[str, keras.Variable], kinds: list[list]) -> Non
     for place, name in names.items():
         variable, (_, dtype, shape) = variables[name], tensors[place]
         shape = shape[1:] if name.startswith(f"{OWN}/") else shape
-        mine = copies(variable)[0].dtype.name
+        mine = keras_internals.copies(variable)[0].dtype.name
         if list(variable.shape) != shape or mine != dtype:
             raise error(f"{name} is {dtype}{shape} in the checkpoint and {mine}{list(variable.shape)} in the model")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -35,33 +35,26 @@ def synchronize_batch_norm(model: keras.Model) -> keras.Model:
     """
     if not isinstance(model, keras.Layer):
         raise UserError(f"synchronize_batch_norm takes a Keras model or layer, got {type(model).__name__}")
-    for layer in batch_norms(model):
+    for layer in keras_internals.batch_norms(model):
         layer.synchronized = True  # read when the layer is called
     if isinstance(model, keras.Model):
         model.train_function = None  # Keras' own fit would go on with the one that it has traced
     return model
 
 
-def batch_norms(model: keras.Layer) -> list[keras.layers.BatchNormalization]:
-    """Returns the BatchNormalization layers of a model, those inside of others included."""
-    layers = keras_internals.flat_layers(model)
-    return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
-
-
 def normalizing_alone(model: keras.Layer) -> list[keras.layers.BatchNormalization]:
     """Returns the layers that normalize, while they train, with the rows of their own replica."""
-    return [layer for layer in batch_norms(model) if layer.trainable and not layer.synchronized]
+    return [layer for layer in keras_internals.batch_norms(model) if layer.trainable and not layer.synchronized]
 
 
 SMALLEST_EPSILON = 1.001e-5  # cuDNN takes no smaller one
 
 
-@contextlib.contextmanager
-def fused(model: keras.Model | None) -> Iterator[None]:
+def fused(model: keras.Model | None) -> contextlib.AbstractContextManager[None]:
     """Lets BatchNormalization layers of a model use the fused op, while it is traced, where that computes the same."""
-    layers = [layer for layer in (keras_internals.flat_layers(model) if model else ()) if _can_fuse(layer)]
-    with keras_internals.replaced("call", [(layer, _call(layer)) for layer in layers]):
-        yield
+    layers = keras_internals.batch_norms(model) if model else []
+    calls = [(layer, _call(layer)) for layer in layers if _can_fuse(layer)]
+    return keras_internals.replaced("call", calls) if calls else contextlib.nullcontext()
 
 
 def _can_fuse(layer: keras.Layer) -> bool:
@@ -105,14 +98,15 @@ def _call(layer: keras.layers.BatchNormalization) -> Callable[..., tf.Tensor]:
 
 def synchronized(model: keras.Model, replicas: int) -> contextlib.AbstractContextManager[None]:
     """Lets the synchronized layers of a model share their sums, within it, while it is traced for several replicas."""
-    layers = [layer for layer in (batch_norms(model) if replicas > 1 else []) if layer.synchronized]
-    return keras_internals.replaced(keras_internals.MOMENTS, [(layer, _moments(layer)) for layer in layers])
+    layers = keras_internals.batch_norms(model) if replicas > 1 else []
+    moments = [(layer, _moments(layer)) for layer in layers if layer.synchronized]
+    return keras_internals.replaced(keras_internals.MOMENTS, moments) if moments else contextlib.nullcontext()
 
 
 def _inside(layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor | None:
     """Returns which values of the inputs count, in a shape that broadcasts to theirs; None for all."""
     inside = None if mask is None else tf.cast(mask, tf.bool)[..., None]
-    real = layer_state.real_rows()
+    real = layer_state.traced.real
     if real is None:
         return inside
     if inputs.shape[0] != real.shape[0]:
@@ -142,7 +136,7 @@ def _moments(layer: keras.layers.BatchNormalization) -> Callable:
             values = tf.where(inside, values, tf.zeros_like(values))
             count = tf.reduce_sum(tf.cast(inside, inputs.dtype)) / inputs.shape[axis]
         own = tf.concat([tf.reduce_sum(values, axes), tf.reduce_sum(tf.square(values), axes), [count]], 0)
-        present = layer_state.present()
+        present = layer_state.traced.present
         if present is not None:
             own = tf.where(present, own, tf.zeros_like(own))
         total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own)

@@ -94,16 +94,7 @@ def _has_average(optimizer: keras.optimizers.Optimizer) -> bool:
 def _exchange(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
     """Puts weights and averages in each other's place, one at a time, so that hardly any memory is needed."""
     for variable, average in zip(variables, keras_internals.weight_averages(optimizer)):
-        for one, other in zip(_copies(variable), _copies(average)):
-            kept = _read(one)
-            one.assign(_read(other))
+        for one, other in zip(keras_internals.copies(variable), keras_internals.copies(average)):
+            kept = one.read_value()
+            one.assign(other.read_value())
             other.assign(kept)
-
-
-def _copies(variable: keras.Variable) -> tuple[tf.Variable, ...]:
-    """This worker's copies of a Keras variable."""
-    return tuple(getattr(variable.value, "values", (variable.value,)))
-
-
-def _read(copy: tf.Variable) -> tf.Tensor:
-    return tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)

@@ -12,6 +12,7 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge.keras_internals import MASK
 
 _SMALL = (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16)  # types that collectives do not know
+_INTEGERS = {2: tf.int16, 4: tf.int32, 8: tf.int64}  # by their bytes
 _LONG = (tf.int64, tf.uint64)  # types that those of a TPU do not know, either
 
 
@@ -32,7 +33,7 @@ def gathered(distribution: Distribution, values: Structure, rows: MicroBatch) ->
     masks = [getattr(leaf, MASK, None) for leaf in leaves]
     own = [*leaves, *(mask for mask in masks if mask is not None)]
     place = (_StaticRows if distribution.static_shapes else _RowsOfReplica)(distribution, rows)
-    spread = [place.spread(value) for value in own]
+    spread = [place.spread(tf.cast(value, tf.int32) if value.dtype in _SMALL else value) for value in own]
     totals = _sums(distribution, [tf.stop_gradient(value) for value in spread])
     whole = iter([place.whole(mine, total, value) for mine, total, value in zip(spread, totals, own)])
     results = [next(whole) for _ in leaves]
@@ -62,16 +63,14 @@ def of_virtual_replicas(distribution: Distribution, values: Structure, layout: L
 
 def _bits(value: tf.Tensor) -> tf.Tensor:
     """Returns the bits of values as int64: added up as numbers, 0.0 and -0.0 would become 0.0."""
-    if value.dtype.is_floating:
-        value = tf.bitcast(value, {2: tf.int16, 4: tf.int32, 8: tf.int64}[value.dtype.size])
-    return tf.cast(value, tf.int64)
+    return tf.cast(tf.bitcast(value, _INTEGERS[value.dtype.size]) if value.dtype.is_floating else value, tf.int64)
 
 
 def _of_bits(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Returns the values that `_bits` was given, of this type."""
     if not dtype.is_floating:
         return tf.cast(bits, dtype)
-    return tf.bitcast(tf.cast(bits, {2: tf.int16, 4: tf.int32, 8: tf.int64}[dtype.size]), dtype)
+    return tf.bitcast(tf.cast(bits, _INTEGERS[dtype.size]), dtype)
 
 
 def _sums(distribution: Distribution, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -105,8 +104,6 @@ class _RowsOfReplica:
 
     def spread(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the rows of this replica in their places, and zeros in the others."""
-        if value.dtype in _SMALL:
-            value = tf.cast(value, tf.int32)
         after = self._places - self._before - self._number
         padded = tf.pad(value[: self._number], [[self._before, after], *[[0, 0]] * (value.shape.rank - 1)])
         if self._static:
@@ -135,8 +132,6 @@ class _StaticRows:
 
     def spread(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the rows of this replica in their places, and zeros in the others."""
-        if value.dtype in _SMALL:
-            value = tf.cast(value, tf.int32)
         if value.dtype in _LONG:  # zeros and one replica's bits add up in halves, too
             value = tf.bitcast(value, tf.int32)
         placed = tf.where(self._in_shape(self._mine, value.shape.rank - 1), value[None], tf.zeros_like(value)[None])

@@ -6,9 +6,12 @@ new version has moved it and what that would break, and checks that these names 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import operator
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,12 +27,11 @@ from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.framework import ops
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import custom_gradient, gen_math_ops
-from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
 from tfdist.data.structures import Structure
 
 if TYPE_CHECKING:
-    from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
+    from keras.src.trainers.compile_utils import CompileLoss
 
 
 PATCHED = threading.RLock()
@@ -37,26 +39,25 @@ PATCHED = threading.RLock()
 
 
 @contextlib.contextmanager
-def _patched(*changes: tuple[object, str, Callable[[Any], Any]]) -> Iterator[None]:
-    """Replaces, within it, attributes of classes or modules: (owner, name, makes the new one of theirs)."""
-    with PATCHED:
-        before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-        for (owner, name, make), (_, _, theirs) in zip(changes, before):
+def patched(*changes: tuple[type | types.ModuleType, str, Callable[[Any], Any]], alone: bool = True) -> Iterator[None]:
+    """Replaces, within it, attributes of classes or modules: (owner, name, makes the new one of theirs).
+
+    `alone` keeps other threads from doing so meanwhile.
+    """
+    with PATCHED if alone else contextlib.nullcontext():
+        before = [(owner, name, name in vars(owner), getattr(owner, name)) for owner, name, _ in changes]
+        for (owner, name, make), (*_, theirs) in zip(changes, before):
             setattr(owner, name, make(theirs))
         try:
             yield
         finally:
-            for owner, name, theirs in before:
-                setattr(owner, name, theirs)
+            for owner, name, own, theirs in before:
+                setattr(owner, name, theirs) if own else delattr(owner, name)
 
 
 @contextlib.contextmanager
 def replaced(name: str, values: Sequence[tuple[Any, object]]) -> Iterator[None]:
-    """Gives objects another attribute, within it; past Keras' tracker of attributes, for it is none to keep.
-
-    Args:
-      values: (object, its value); in pairs, since a user's layers need not have a hash.
-    """
+    """Gives objects another attribute, within it, past Keras' tracker; in pairs, as layers need not have a hash."""
     # The end of an inner change must leave what an outer one has set.
     before = [(owner, vars(owner)[name]) for owner, _ in values if name in vars(owner)]
     for owner, value in values:
@@ -78,6 +79,11 @@ def flat_layers(layer: keras.Layer, include_self: bool = True, recursive: bool =
     return list(layer._flatten_layers(include_self, recursive))
 
 
+def batch_norms(model: keras.Layer) -> list[keras.layers.BatchNormalization]:
+    """Returns the BatchNormalization layers of a model, those inside of others included."""
+    return [layer for layer in flat_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
+
+
 def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
     """Returns the weights that a layer has itself and trains unless it is frozen.
 
@@ -96,9 +102,8 @@ def own_metrics(layer: keras.Layer) -> list[keras.Metric]:
     return list(layer._metrics)
 
 
-def takes_training(model: keras.Model) -> bool:
-    """Returns whether the model's `call` has an argument `training`; Keras has read the signature, wrappers and all."""
-    return bool(model._call_has_training_arg)
+takes_training = operator.attrgetter("_call_has_training_arg")
+"""Whether a model's `call` has an argument `training`; Keras has read the signature, wrappers and all."""
 
 
 def fixed_batch(model: keras.Model) -> int | None:
@@ -117,21 +122,45 @@ def producing_layer(tensor: keras.KerasTensor) -> object:
     return tensor._keras_history.operation
 
 
+def copies(variable: keras.Variable) -> tuple[tf.Variable, ...]:
+    """Returns this worker's copies of a variable, in order of replicas; of a mirrored one there are several."""
+    return tuple(getattr(variable.value, "values", (variable.value,)))
+
+
 def is_seed(variable: keras.Variable) -> bool:
     """Returns whether a variable is the state of a random generator, which only its path tells."""
     return "seed_generator" in variable.path
 
 
-@contextlib.contextmanager
-def added_losses(model: keras.Model, make: Callable[[], Any]) -> Iterator[None]:
-    """Replaces, within it, the list in which each layer collects its `add_loss`; nothing public says where to.
+def fixed_variables(model: keras.Model) -> list[keras.Variable]:
+    """Returns the variables that training does not change: weights of frozen layers, statistics of a frozen BatchNorm.
 
-    Args:
-      make: makes an empty one, with `extend`, `clear` and slices.
+    They are the same on every replica. What else a frozen layer has of state is not known to stay.
+    """
+    frozen: set[int] = set()
+    for layer in flat_layers(model):
+        if not layer.trainable:
+            whole = isinstance(layer, keras.layers.BatchNormalization)
+            frozen |= {id(v) for v in (layer.weights if whole else own_trainable_variables(layer))}
+    return [v for v in model.non_trainable_variables if id(v) in frozen] if frozen else []
+
+
+class _Losses(threading.local, collections.UserList):
+    """Stands for the list in which a layer collects what it is given by `add_loss`; each thread has its own."""
+
+    __getitem__ = property(operator.attrgetter("data.__getitem__"))  # a slice is a plain list, as Keras expects
+
+
+@contextlib.contextmanager
+def separate_losses(model: keras.Model) -> Iterator[None]:
+    """Gives each replica lists of its own for what layers add by `add_loss`; nothing public says where they are.
+
+    Replicas are traced in threads on the same layers. In an all-reduce within the forward pass, as synchronized
+    BatchNorm has, one waits for the next, which would clear the lists of all.
     """
     layers = flat_layers(model)
     theirs = [layer._losses for layer in layers]
-    with replaced("_losses", [(layer, make()) for layer in layers]):
+    with replaced("_losses", [(layer, _Losses()) for layer in layers]):
         try:
             yield
         finally:
@@ -194,9 +223,10 @@ class MatchedLoss(NamedTuple):
     mask: tf.Tensor | None  # that the layers have attached to `y_pred`
 
 
-def compiled_loss(model: keras.Model) -> CompileLoss | None:
-    """Returns Keras' CompileLoss, or None; `model.loss` is only what the user has given, in any mixture of forms."""
-    return model._compile_loss
+compiled_loss = operator.attrgetter("_compile_loss")
+"""A model's CompileLoss, or None; `model.loss` is only what the user has given, in any mixture of forms."""
+compiled_metrics = operator.attrgetter("_compile_metrics")
+"""A model's CompileMetrics, or None; `model.metrics` does not tell which output a metric is for."""
 
 
 def loss_entries(model: keras.Model) -> list[Any]:
@@ -239,7 +269,7 @@ def unscaled_losses() -> AbstractContextManager[None]:
     """
     as_it_is = lambda theirs: lambda value: value
     names = "scale_loss_for_distribution", "unscale_loss_for_distribution"
-    return _patched(*((losses_of_keras, name, as_it_is) for name in names))
+    return patched(*((losses_of_keras, name, as_it_is) for name in names))
 
 
 def compiled_with(model: keras.Model) -> list[object]:
@@ -252,11 +282,6 @@ def loss_metrics(model: keras.Model) -> list[keras.Metric]:
     """Returns the metrics in which Keras itself averages the losses; `model.metrics` does not tell them from others."""
     compiled = model._compile_loss
     return [model._loss_tracker] + (compiled.metrics if compiled else [])
-
-
-def compiled_metrics(model: keras.Model) -> CompileMetrics | None:
-    """Returns Keras' CompileMetrics, or None; `model.metrics` does not tell which output a metric is for."""
-    return model._compile_metrics
 
 
 class MetricArguments(NamedTuple):
@@ -301,16 +326,15 @@ def create_late_variables(metric: keras.Metric, y_true: tf.Tensor, y_pred: tf.Te
 
 
 def mean_updates(update: Callable) -> AbstractContextManager[None]:
-    """Replaces, within it, what updates `keras.metrics.Mean`, by class: a step's means need not be the model's metrics.
+    """Replaces, within it, what updates `keras.metrics.Mean` by `update(theirs, metric, values, weights or None)`.
 
-    Args:
-      update: called with (theirs, metric, values, weights or None); `theirs` takes the last three.
+    By class: a step's means need not be the model's metrics. `theirs` takes the last three.
     """
 
     def make(theirs: Callable) -> Callable:
         return lambda self, values, sample_weight=None: update(theirs, self, values, sample_weight)
 
-    return _patched((keras.metrics.Mean, "update_state", make))
+    return patched((keras.metrics.Mean, "update_state", make))
 
 
 def restored_epoch(model: keras.Model) -> int:
@@ -330,9 +354,8 @@ def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> list[float] | 
     return model._flatten_metrics_in_order(logs)
 
 
-def averaged_function(metric: keras.metrics.MeanMetricWrapper) -> tuple[Callable, dict[str, object]]:
-    """Returns the function that the metric averages, and its options; `get_config` gives them serialised."""
-    return metric._fn, metric._fn_kwargs
+averaged_function = operator.attrgetter("_fn", "_fn_kwargs")
+"""The function that a MeanMetricWrapper averages, and its options; `get_config` gives them serialised."""
 
 
 # Optimizers.
@@ -356,14 +379,12 @@ def rate_setting(
     return getattr(optimizer, "_learning_rate", None)
 
 
-def weight_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Returns the moving averages of the weights, one each; in public they can only replace the weights for good."""
-    return optimizer._model_variables_moving_average
-
-
-def adam_slots(optimizer: keras.optimizers.Adam) -> list[tuple[keras.Variable, keras.Variable]]:
-    """Returns the first and second moment of each variable, which `optimizer.variables` has without a name."""
-    return list(zip(optimizer._momentums, optimizer._velocities))
+weight_averages = operator.attrgetter("_model_variables_moving_average")
+"""An optimizer's moving averages of the weights, one each; in public they can only replace the weights for good."""
+adam_slots = operator.attrgetter("_momentums", "_velocities")
+"""The first and the second moments of Adam, one for each variable, which `optimizer.variables` has without a name."""
+optimized_variables = operator.attrgetter("_trainable_variables")
+"""The weights that an optimizer was built for; in public it tells only its own variables."""
 
 
 def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
@@ -382,7 +403,7 @@ def without_reduction() -> AbstractContextManager[None]:
     By class: an optimizer may hand its gradients on to others that it holds, Keras' own or anybody's.
     """
     as_they_are = lambda theirs: lambda self, grads_and_vars: grads_and_vars
-    return _patched((TFOptimizer, "_all_reduce_sum_gradients", as_they_are))
+    return patched((TFOptimizer, "_all_reduce_sum_gradients", as_they_are))
 
 
 @contextlib.contextmanager
@@ -418,21 +439,14 @@ def scaled_rates(
 def optimizer_updates(update: Callable) -> AbstractContextManager[None]:
     """Replaces, within it, what optimizers do when a `train_step` of the user's gives them gradients.
 
-    By class: an optimizer may be anybody's, and an attribute of its own would stay with it if it is copied.
-
-    Args:
-      update: called with (theirs, optimizer, gradients, variables or None); `theirs` takes the last three.
+    By class: an optimizer may be anybody's, and an attribute of its own would stay with it if it is copied. It is
+    `update(theirs, optimizer, gradients, variables or None)`; `theirs` takes the last three.
     """
 
     def make(theirs: Callable) -> Callable:
         return lambda self, grads, trainable_variables=None: update(theirs, self, grads, trainable_variables)
 
-    return _patched((BaseOptimizer, "apply", make), (keras.optimizers.LossScaleOptimizer, "apply", make))
-
-
-def optimized_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Returns the weights that an optimizer was built for; in public it tells only its own variables."""
-    return optimizer._trainable_variables
+    return patched((BaseOptimizer, "apply", make), (keras.optimizers.LossScaleOptimizer, "apply", make))
 
 
 # Callbacks.
@@ -447,48 +461,25 @@ def profiles_batches(callback: keras.callbacks.TensorBoard) -> bool:
     return bool(callback._should_trace)
 
 
-@contextlib.contextmanager
-def measured_by(model: keras.Model, evaluate: Callable, predict: Callable) -> Iterator[None]:
-    """Answers `model.evaluate` and `model.predict`, within it, for this model alone.
+def measured_by(model: keras.Model, evaluate: Callable, predict: Callable) -> AbstractContextManager[None]:
+    """Answers `model.evaluate` and `model.predict`, within it, for this model alone; called with the model, too.
 
     Nothing else lets what a callback calls reach anybody but Keras. An attribute of the model would go with its copies,
     for which it would speak, too.
-
-    Args:
-      evaluate, predict: called with the model and what the callback has given.
     """
-    with PATCHED:
-        if not _ANSWERS:
-            for name in _METHODS:
-                _OWN[name] = vars(keras.Model).get(name)
-                setattr(keras.Model, name, _answering(name, getattr(keras.Model, name)))
-        before = _ANSWERS.get(id(model))
-        _ANSWERS[id(model)] = dict(zip(_METHODS, (evaluate, predict)))
-    try:
-        yield
-    finally:
-        with PATCHED:
-            if before is None:
-                del _ANSWERS[id(model)]
-            else:
-                _ANSWERS[id(model)] = before
-            if not _ANSWERS:
-                for name, own in _OWN.items():
-                    setattr(keras.Model, name, own) if own else delattr(keras.Model, name)
 
+    def answering(answer: Callable) -> Callable:
+        def make(theirs: Callable) -> Callable:
+            @functools.wraps(theirs)
+            def method(self: keras.Model, *arguments: object, **options: object) -> object:
+                return (answer if self is model else theirs)(self, *arguments, **options)
 
-_METHODS = ("evaluate", "predict")
-_OWN: dict[str, Callable | None] = {}  # what the class itself had by these names
-_ANSWERS: dict[int, dict[str, Callable]] = {}  # who answers, by the id of the model
+            return method
 
+        return make
 
-def _answering(name: str, theirs: Callable) -> Callable:
-    @functools.wraps(theirs)
-    def method(self: keras.Model, *arguments: object, **options: object) -> object:
-        answer = _ANSWERS.get(id(self), {}).get(name)
-        return answer(self, *arguments, **options) if answer else theirs(self, *arguments, **options)
-
-    return method
+    changes = (keras.Model, "evaluate", answering(evaluate)), (keras.Model, "predict", answering(predict))
+    return patched(*changes, alone=False)  # a callback may measure in a thread of its own
 
 
 # TensorFlow: strategies, and its bookkeeping of gradients.
@@ -503,7 +494,7 @@ def one_replica_in_sync() -> AbstractContextManager[None]:
     def make(theirs: Any) -> property:
         return property(lambda strategy: theirs.fget(strategy) if tf.distribute.in_cross_replica_context() else 1)
 
-    return _patched((StrategyBase, "num_replicas_in_sync", make))
+    return patched((StrategyBase, "num_replicas_in_sync", make))
 
 
 @contextlib.contextmanager
@@ -563,7 +554,7 @@ def without_gradient_registry() -> Iterator[None]:
 
         return name
 
-    with _patched(
+    with patched(
         (ReplicaContextBase, "all_reduce", all_reduce),
         (custom_gradient, "_get_dependent_variables", search),
         (custom_gradient, "generate_name", entry),
@@ -590,7 +581,7 @@ def sums_in_order() -> AbstractContextManager[None]:
 
         return add_n
 
-    return _patched((gen_math_ops, "add_n", make))
+    return patched((gen_math_ops, "add_n", make))
 
 
 def only_read(op: tf.Operation) -> list[int] | None:
@@ -614,93 +605,26 @@ def another_function(graph: tf.Graph) -> bool:
     return now is not graph and type(now) is FuncGraph
 
 
-class Write(NamedTuple):
-    """A variable of TensorFlow that Python code writes, or traces a write of; of a mirrored one, a replica's copy."""
-
-    variable: tf.Variable
-    before: Any
-    """Its value before."""
-    threads: set[int]
-    """The threads that wrote it; each replica is traced in its own."""
-
-
-_WRITING = [
-    name for name in vars(BaseResourceVariable) if name.startswith(("assign", "scatter_", "batch_scatter_update"))
-]
-
-
-@contextlib.contextmanager
-def noting_writes() -> Iterator[list[Write]]:
-    """Yields a list that holds, after it, the variables that are written within it, and not created within it.
-
-    No public hook sees a write, and those of a user's code may go to variables that no object of Keras knows.
-    """
-    noted: dict[int, Write] = {}
-    created: set[int] = set()
-    kinds = (BaseResourceVariable, ResourceVariable)  # which has some methods of its own
-    originals = {(k, name): vars(k)[name] for k in kinds for name in [*_WRITING, "__init__"] if name in vars(k)}
-
-    def note(variable: tf.Variable) -> None:
-        if id(variable.handle) in noted:
-            noted[id(variable.handle)].threads.add(threading.get_ident())
-        elif id(variable.handle) not in created:
-            with tf.init_scope():
-                if not tf.is_symbolic_tensor(variable.handle) and variable.is_initialized():
-                    noted[id(variable.handle)] = Write(variable, variable.numpy(), {threading.get_ident()})
-
-    def noting(kind: type, name: str) -> Callable:
-        original = originals[kind, name]
-
-        @functools.wraps(original)
-        def method(self: tf.Variable, *args: Any, **kwargs: Any) -> Any:
-            if name != "__init__":
-                note(self)
-                return original(self, *args, **kwargs)
-            original(self, *args, **kwargs)
-            kept.append(self)  # whose id would otherwise be given away
-            created.add(id(self.handle))
-
-        return method
-
-    kept: list[tf.Variable] = []
-    writes: list[Write] = []
-    with PATCHED:
-        for kind, name in originals:
-            setattr(kind, name, noting(kind, name))
-    try:
-        yield writes
-    finally:
-        with PATCHED:
-            for (kind, name), original in originals.items():
-                setattr(kind, name, original)
-        writes += noted.values()
-
-
-@contextlib.contextmanager
-def scaled_gradients(factor: tf.Tensor) -> Iterator[None]:
+def scaled_gradients(factor: tf.Tensor) -> AbstractContextManager[None]:
     """Multiplies, within it, what `tf.GradientTape.gradient` returns to code of the user's own."""
-    original = tf.GradientTape.gradient
 
     def scaled(gradient: tf.Tensor | tf.IndexedSlices | None) -> tf.Tensor | tf.IndexedSlices | None:
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(scaled(gradient.values), gradient.indices, gradient.dense_shape)
         return None if gradient is None else gradient * tf.cast(factor, gradient.dtype)
 
-    def gradient(self: tf.GradientTape, *args: Any, **kwargs: Any) -> Any:
-        gradients = original(self, *args, **kwargs)
-        if isinstance(gradients, list | tuple):
-            return type(gradients)(map(scaled, gradients))
-        if isinstance(gradients, dict):
-            return {name: scaled(value) for name, value in gradients.items()}
-        return scaled(gradients)
+    def make(theirs: Callable) -> Callable:
+        def gradient(self: tf.GradientTape, *args: Any, **kwargs: Any) -> Any:
+            gradients = theirs(self, *args, **kwargs)
+            if isinstance(gradients, list | tuple):
+                return type(gradients)(map(scaled, gradients))
+            if isinstance(gradients, dict):
+                return {name: scaled(value) for name, value in gradients.items()}
+            return scaled(gradients)
 
-    with PATCHED:
-        tf.GradientTape.gradient = gradient
-    try:
-        yield
-    finally:
-        with PATCHED:
-            tf.GradientTape.gradient = original
+        return gradient
+
+    return patched((tf.GradientTape, "gradient", make))
 
 
 _IN_FLOAT32 = (

@@ -1,128 +1,149 @@
-"""What layers change and collect in a forward pass, kept apart where several replicas are traced on the same layers."""
+"""What layers and users' code change in a forward pass: noted, undone, averaged over replicas, or refused."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
+import inspect
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
 from tfdist.distributed.distribution import Distribution
+from tfdist.errors import UserError
 from tfdist.keras_bridge import ema, keras_internals, preconditions
 
-_tracing = threading.local()  # replicas are traced in threads
+
+class _Traced(threading.local):
+    """The replica that is being traced, each in a thread of its own."""
+
+    real: tf.Tensor | None = None  # which rows count, bool [rows]; None for all, see `present`
+    present: tf.Tensor | None = None  # whether it has a row at all, a bool scalar; None for certainly
 
 
-def real_rows() -> tf.Tensor | None:
-    """Returns which rows of the replica that is being traced count, bool [rows]; None for all, see `present`."""
-    return getattr(_tracing, "real", None)
+traced = _Traced()
 
 
-def present() -> tf.Tensor | None:
-    """Returns whether the replica that is being traced has a row at all, a bool scalar; None for certainly."""
-    return getattr(_tracing, "present", None)
-
-
-class LayerState:
-    """The variables that the layers of a model change in a forward pass.
+@contextlib.contextmanager
+def restored_without_rows(
+    model: keras.Model,
+    replicas: int,
+    present: tf.Tensor | None,
+    real: tf.Tensor | None = None,
+    compiled_metrics: bool = False,
+) -> Iterator[None]:
+    """Undoes, after it, what a forward pass over a row that is not this replica's has changed in the layers.
 
     Args:
-      model: built.
-      replicas: of the model, over all workers.
+      present, real: see `traced`. Layers that know of `real` leave the other rows out.
+      compiled_metrics: undoes what has changed in these, too.
     """
-
-    def __init__(self, model: keras.Model, replicas: int):
-        self._model: Callable[[], keras.Model] = weakref.ref(model)  # see Step.model
-        self._replicas = replicas
-
-    @contextlib.contextmanager
-    def restored_without_rows(
-        self, present: tf.Tensor | None, real: tf.Tensor | None = None, compiled_metrics: bool = False
-    ) -> Iterator[None]:
-        """Undoes, after it, what a forward pass over a row that is not this replica's has changed in the layers.
-
-        Args:
-          present: whether the replica has a row of its own, a bool scalar; None for certainly.
-          real: which rows count, bool [rows]; None for all. Layers that know of it leave the others out.
-          compiled_metrics: undoes what has changed in these, too.
-        """
-        if present is None:
-            _tracing.real = real
-            try:
-                yield
-            finally:
-                _tracing.real = None
-            return
-        variables = self._changed(compiled_metrics)
-        before = [tf.identity(v.value) for v in variables]
-        _tracing.present = present
-        try:
-            yield
-        finally:
-            _tracing.present = None
-        for variable, value in zip(variables, before):
-            after = tf.where(present, tf.convert_to_tensor(variable.value), value)
-            # Not the variable's own assign, which would meet the other replicas: each writes its copy.
-            tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=after)
-
-    def share(self, present: tf.Tensor | None, all_sum: Callable[[list[tf.Tensor]], list[tf.Tensor]]) -> None:
-        """Gives a replica that has no row, after a pass in training, what the layers of those that have some have kept.
-
-        Else a state that does not depend on the rows, as that of SpectralNormalization, would lag behind there, and
-        with it the mean over the replicas.
-
-        Args:
-          present: as for `restored_without_rows`.
-          all_sum: sums tensors over the replicas.
-        """
-        if present is None or self._replicas == 1:
-            return
-        of_metrics = {id(v) for v in self._model().metrics_variables}
-        kept = [v for v in self._changed(False) if id(v) not in of_metrics and v.dtype not in ("bool", "string")]
-        if not kept:
-            return
-        values = [tf.convert_to_tensor(v.value) for v in kept]
-        own = [tf.cast(value, tf.float64) for value in [*values, present]]
-        *sums, count = all_sum([tf.where(present, value, tf.zeros_like(value)) for value in own])
-        for variable, value, total in zip(kept, values, sums):
-            mean = tf.cast(total / tf.maximum(count, 1.0), value.dtype)
-            after = tf.where(tf.logical_or(present, tf.equal(count, 0.0)), value, mean)
-            tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=after)
-
-    def _changed(self, compiled_metrics: bool) -> list[keras.Variable]:
-        """Statistics of layers and what metrics have summed up, compiled ones only if asked for.
-
-        Not those of synchronized BatchNorm, which has not counted such a row and has the statistics of all replicas;
-        nor the state of random generators, which every replica moves on alike.
-        """
-        model = self._model()
-        fixed = fixed_variables(model)
-        compiled, of_losses = keras_internals.compiled_metrics(model), keras_internals.loss_metrics(model)
-        layers = keras_internals.flat_layers(model) if self._replicas > 1 else []
-        others = [] if compiled_metrics else [*of_losses, *([compiled] if compiled else [])]
-        kept = {id(v) for v in [*fixed, *itertools.chain(*[metric.variables for metric in others])]}
-        for layer in layers:
-            if getattr(layer, "synchronized", False):
-                kept.update(id(v) for v in keras_internals.own_variables(layer))
-        variables = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables]}
-        return [v for key, v in variables.items() if key not in kept and not keras_internals.is_seed(v)]
+    variables = [] if present is None else _changed(model, replicas, compiled_metrics)
+    before = [tf.identity(v.value) for v in variables]
+    traced.real, traced.present = real if present is None else None, present
+    try:
+        yield
+    finally:
+        traced.real = traced.present = None
+    for variable, value in zip(variables, before):
+        after = tf.where(present, tf.convert_to_tensor(variable.value), value)
+        # Not the variable's own assign, which would meet the other replicas: each writes its copy.
+        tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=after)
 
 
-def fixed_variables(model: keras.Model) -> list[keras.Variable]:
-    """Returns the variables that training does not change: weights of frozen layers, statistics of a frozen BatchNorm.
+def share(model: keras.Model, distribution: Distribution, present: tf.Tensor | None) -> None:
+    """Gives a replica that has no row, after a pass in training, what the layers of those that have some have kept.
 
-    They are the same on every replica. What else a frozen layer has of state is not known to stay.
+    Else a state that does not depend on the rows, as that of SpectralNormalization, would lag behind there, and
+    with it the mean over the replicas.
     """
-    frozen: set[int] = set()
-    for layer in keras_internals.flat_layers(model):
-        if not layer.trainable:
-            whole = isinstance(layer, keras.layers.BatchNormalization)
-            frozen |= {id(v) for v in (layer.weights if whole else keras_internals.own_trainable_variables(layer))}
-    return [v for v in model.non_trainable_variables if id(v) in frozen] if frozen else []
+    if present is None or distribution.replicas == 1:
+        return
+    of_metrics = {id(v) for v in model.metrics_variables}
+    changed = _changed(model, distribution.replicas, False)
+    kept = [v for v in changed if id(v) not in of_metrics and v.dtype not in ("bool", "string")]
+    if not kept:
+        return
+    values = [tf.convert_to_tensor(v.value) for v in kept]
+    own = [tf.cast(value, tf.float64) for value in [*values, present]]
+    *sums, count = distribution.all_sum([tf.where(present, value, tf.zeros_like(value)) for value in own])
+    for variable, value, total in zip(kept, values, sums):
+        mean = tf.cast(total / tf.maximum(count, 1.0), value.dtype)
+        after = tf.where(tf.logical_or(present, tf.equal(count, 0.0)), value, mean)
+        tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=after)
+
+
+def _changed(model: keras.Model, replicas: int, compiled_metrics: bool) -> list[keras.Variable]:
+    """Statistics of layers and what metrics have summed up, compiled ones only if asked for.
+
+    Not those of synchronized BatchNorm, which has not counted such a row and has the statistics of all replicas;
+    nor the state of random generators, which every replica moves on alike.
+    """
+    compiled, of_losses = keras_internals.compiled_metrics(model), keras_internals.loss_metrics(model)
+    fixed, layers = keras_internals.fixed_variables(model), keras_internals.flat_layers(model)
+    others = [] if compiled_metrics else [*of_losses, *([compiled] if compiled else [])]
+    kept = {id(v) for v in [*fixed, *(v for metric in others for v in metric.variables)]}
+    for layer in layers if replicas > 1 else []:
+        if getattr(layer, "synchronized", False):
+            kept.update(id(v) for v in keras_internals.own_variables(layer))
+    variables = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables]}
+    return [v for key, v in variables.items() if key not in kept and not keras_internals.is_seed(v)]
+
+
+class Write(NamedTuple):
+    """A variable of TensorFlow that Python code writes, or traces a write of; of a mirrored one, a replica's copy."""
+
+    variable: tf.Variable
+    before: Any  # its value before
+    threads: set[int]  # that wrote it; each replica is traced in its own
+
+
+@contextlib.contextmanager
+def noting_writes() -> Iterator[list[Write]]:
+    """Yields a list that holds, after it, the variables that are written within it, and not created within it.
+
+    No public hook sees a write, and those of a user's code may go to variables that no object of Keras knows.
+    """
+    noted: dict[int, Write] = {}
+    created: dict[int, tf.Variable] = {}  # held, or their ids would be given away
+    kinds = (BaseResourceVariable, ResourceVariable)  # which has some methods of its own
+    writing = [n for n in vars(BaseResourceVariable) if n.startswith(("assign", "scatter_", "batch_scatter_update"))]
+    originals = {(k, name): vars(k)[name] for k in kinds for name in [*writing, "__init__"] if name in vars(k)}
+
+    def note(variable: tf.Variable) -> None:
+        if id(variable.handle) in noted:
+            noted[id(variable.handle)].threads.add(threading.get_ident())
+        elif id(variable.handle) not in created:
+            with tf.init_scope():
+                if not tf.is_symbolic_tensor(variable.handle) and variable.is_initialized():
+                    noted[id(variable.handle)] = Write(variable, variable.numpy(), {threading.get_ident()})
+
+    def noting(name: str, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def method(self: tf.Variable, *args: Any, **kwargs: Any) -> Any:
+            if name != "__init__":
+                note(self)
+                return original(self, *args, **kwargs)
+            original(self, *args, **kwargs)
+            created[id(self.handle)] = self
+
+        return method
+
+    writes: list[Write] = []
+    with keras_internals.PATCHED:
+        for (kind, name), original in originals.items():
+            setattr(kind, name, noting(name, original))
+    try:
+        yield writes
+    finally:
+        with keras_internals.PATCHED:
+            for (kind, name), original in originals.items():
+                setattr(kind, name, original)
+        writes += noted.values()
 
 
 class Snapshot:
@@ -146,9 +167,9 @@ def unchanged(variables: Sequence[keras.Variable | tf.Variable]) -> Iterator[Non
     These may belong to no layer, such as a variable of a module in which a layer counts its calls.
     """
     before = Snapshot(variables)
-    others: list[keras_internals.Write] = []
+    others: list[Write] = []
     try:
-        with keras_internals.noting_writes() as others:
+        with noting_writes() as others:
             yield
     finally:
         for write in others:
@@ -156,7 +177,7 @@ def unchanged(variables: Sequence[keras.Variable | tf.Variable]) -> Iterator[Non
         before.put_back()
 
 
-def foreign(model: keras.Model, writes: Iterable[keras_internals.Write]) -> list[keras_internals.Write]:
+def foreign(model: keras.Model, writes: Iterable[Write]) -> list[Write]:
     """Returns the writes to variables that neither the model nor its metrics or optimizers own.
 
     The state of random generators is left out, which a call of keras.random without a seed writes.
@@ -165,47 +186,6 @@ def foreign(model: keras.Model, writes: Iterable[keras_internals.Write]) -> list
     values = [v.value for v in [*model.variables, *model.metrics_variables, *optimizers]]
     owned = {id(copy) for value in values for copy in getattr(value, "values", (value,))}
     return [w for w in writes if id(w.variable) not in owned and "seed_generator" not in w.variable.name]
-
-
-class _OfThread(threading.local):
-    """A list of which each thread has its own."""
-
-    def __init__(self) -> None:
-        self.items: list[tf.Tensor] = []
-
-
-class _Losses:
-    """Stands for the list in which a layer collects what it is given by `add_loss`."""
-
-    def __init__(self) -> None:
-        self._own = _OfThread()
-
-    def extend(self, losses: list[tf.Tensor]) -> None:
-        self._own.items.extend(losses)
-
-    def append(self, loss: tf.Tensor) -> None:
-        self._own.items.append(loss)
-
-    def clear(self) -> None:
-        self._own.items.clear()
-
-    def __getitem__(self, index: int | slice) -> tf.Tensor | list[tf.Tensor]:
-        return self._own.items[index]
-
-    def __iter__(self) -> Iterator[tf.Tensor]:
-        return iter(self._own.items)
-
-    def __len__(self) -> int:
-        return len(self._own.items)
-
-
-def separate_losses(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """Gives each replica lists of its own for what layers add by `add_loss`, while a step is traced.
-
-    Replicas are traced in threads on the same layers. In an all-reduce within the forward pass, as synchronized
-    BatchNorm has, one waits for the next, which would clear the lists of all.
-    """
-    return keras_internals.added_losses(model, _Losses)
 
 
 def average_statistics(model: keras.Model, distribution: Distribution, virtual_replicas: int = 0) -> None:
@@ -217,7 +197,7 @@ def average_statistics(model: keras.Model, distribution: Distribution, virtual_r
         return
     with distribution.peers.during("call"):
         # Rounding would let go of what is frozen, bit by bit.
-        kept = {id(v) for v in fixed_variables(model)}
+        kept = {id(v) for v in keras_internals.fixed_variables(model)}
         gathered = [v for v in model.non_trainable_variables if id(v) not in kept]
         distribution.average([v for v in gathered if v.dtype.startswith(("float", "bfloat"))])
 
@@ -226,3 +206,55 @@ def settle(model: keras.Model, distribution: Distribution, virtual_replicas: int
     """Makes of a model whose training was interrupted what it would be had it ended there."""
     average_statistics(model, distribution, virtual_replicas)
     ema.finalize(keras_internals.inner_optimizer(model.optimizer), model.trainable_variables)
+
+
+_RECOMPUTING = {"inner", "inner_recompute_grad"}
+"""Functions of TensorFlow's module in which `tf.recompute_grad` calls what it was given."""
+_MODULE = inspect.unwrap(tf.recompute_grad).__code__.co_filename
+
+
+@contextlib.contextmanager
+def recomputation_refused() -> Iterator[None]:
+    """Raises, after a trace within it, if a layer has written a variable inside of `tf.recompute_grad`.
+
+    That computes everything a second time in the backward pass: a dropout layer that moves on its seed draws another
+    mask for the gradient than for the loss, and BatchNormalization averages its statistics twice, without an error.
+    """
+    written: list[str] = []
+    assign = keras.Variable.assign
+
+    def noting(self: keras.Variable, value: Any) -> Any:
+        if _recomputing():
+            written.append(self.path)
+        return assign(self, value)
+
+    keras.Variable.assign = noting
+    try:
+        yield
+    finally:
+        keras.Variable.assign = assign
+        if written:
+            raise UserError(
+                f"tf.recompute_grad is given a layer that writes {written[0]!r}: in the backward pass it would draw "
+                "other random numbers, or count the batch twice; leave random layers and BatchNormalization out of it"
+            )
+
+
+def _recomputing() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _RECOMPUTING and code.co_filename == _MODULE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def inference_only(model: keras.Model, others: Iterable[keras.Layer] = ()) -> contextlib.AbstractContextManager[None]:
+    """Calls random layers, and `others`, while a step is traced within it, as for inference: they pass on inputs."""
+    layers = {id(layer): layer for layer in [*keras_internals.random_layers(model), *others]}
+    return keras_internals.replaced("call", [(layer, _inference(layer.call)) for layer in layers.values()])
+
+
+def _inference(call: Callable) -> Callable:
+    return lambda *args, **kwargs: call(*args, **{**kwargs, "training": False})

@@ -38,8 +38,7 @@ class LossTerm(NamedTuple):
     name: str  # of the output; empty for `add_loss`
     weight: float | tf.Tensor  # of this loss in the total
     numerator: tf.Tensor  # a scalar
-    denominator: tf.Tensor | None = None
-    """A scalar; None where it is known beforehand and the numerator has been divided already."""
+    denominator: tf.Tensor | None = None  # a scalar; None where known beforehand, and divided by already
 
 
 class Kind(enum.Enum):
@@ -59,7 +58,6 @@ class Objective:
         self._jit = jit
         self._kinds: list[Kind] = []
         self.regularized = [v for v in model.trainable_variables if v.regularizer is not None]
-        """The variables with a regularizer."""
 
     def names(self, y: Structure, y_pred: Structure) -> list[str]:
         """Returns the names under which Keras logs the single losses; none for fewer than two."""
@@ -311,14 +309,12 @@ def _kind_of(matched: MatchedLoss) -> Kind:
         if _changes_row_count(loss, y_true, y_pred):
             return Kind.ACROSS
         # What depends on the batch may not in these rows, as the number of positives where there is one at most.
-        probes += [(_changed(y_true, like), prediction) for like in _EXTREMES for prediction in variants(y_pred)]
+        extremes = [_changed(y_true, like) for like in (tf.zeros_like, tf.ones_like)]
+        probes += [(extreme, prediction) for extreme in extremes for prediction in variants(y_pred)]
     for probe in probes:
         with contextlib.suppress(ValueError, TypeError, tf.errors.OpError):
             kinds.add(_kind_for(loss, *probe))
     return Kind.ACROSS if len(kinds) > 1 else kinds.pop()
-
-
-_EXTREMES = (tf.zeros_like, tf.ones_like)
 
 
 def is_of_keras(code: object) -> bool:

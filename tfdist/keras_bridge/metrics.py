@@ -27,17 +27,17 @@ def update(model: keras.Model, distribution: Distribution, rows: MicroBatch, y_p
     if not pairs:
         return
     for pair in pairs:
-        if any(is_whole(metric) for metric in pair.metrics):
+        whole = [metric for metric in pair.metrics if metric in _WHOLE]
+        if whole:
             given = (pair.y_true, pair.y_pred) + (() if pair.weight is None else (pair.weight,))
             every, prediction, *weights = gathering.gathered(distribution, given, rows)
-            for metric in pair.metrics:
-                if is_whole(metric):
-                    metric.update_state(every, prediction, sample_weight=weights[0] if weights else None)
+            for metric in whole:
+                metric.update_state(every, prediction, sample_weight=weights[0] if weights else None)
 
     def add_up(pairs: list[MetricArguments] = pairs) -> tf.Tensor:
         for pair in pairs:
             for metric in pair.metrics:
-                if not is_whole(metric):
+                if metric not in _WHOLE:
                     _update(metric, pair)
         return tf.constant(0)
 
@@ -171,39 +171,39 @@ def results(model: keras.Model, distribution: Distribution, losses: bool = False
       losses: also of those in which Keras averages the losses; without a step of the model's own nothing updates them.
     """
     whole = whole_metrics(model)
-    others = {id(v) for metric in whole for v in metric.variables}
-    others |= set() if losses else {id(v) for m in keras_internals.loss_metrics(model) for v in m.variables}
-    summed = [v for metric in model.metrics for v in metric.variables if id(v) not in others]
     if distribution.workers > 1:
-        return _of_workers(model, distribution, summed, losses)
+        return _of_workers(model, distribution, whole, losses)
     with _known_results(whole, distribution):
         return of_replica(model, losses)
 
 
 def _of_workers(
-    model: keras.Model, distribution: Distribution, summed: list[keras.Variable], losses: bool
+    model: keras.Model, distribution: Distribution, whole: list[keras.Metric], losses: bool
 ) -> dict[str, tf.Tensor]:
     """Returns the results of all metrics from one sum of all that they have counted.
 
     TensorFlow would sum each variable when it is read, in a message of its own, one after the other. Over a link with a
     latency of 20 ms that took longer than the updates of a call.
     """
+    others = [*whole, *([] if losses else keras_internals.loss_metrics(model))]
+    apart = {id(v) for metric in others for v in metric.variables}
+    summed = [v for metric in model.metrics for v in metric.variables if id(v) not in apart]
 
     def of_each() -> dict[str, tf.Tensor]:
         own = [tf.identity(tf.convert_to_tensor(v.value)) for v in summed]
         for variable, total in zip(summed, distribution.all_sum(own)):
             _assign(variable, total)
-        found = of_replica(model, losses)
+        totals = of_replica(model, losses)
         for variable, value in zip(summed, own):
             _assign(variable, value)
-        return found
+        return totals
 
     return {name: distribution.local(value)[0] for name, value in distribution.run(of_each, ()).items()}
 
 
 def of_replica(model: keras.Model, losses: bool = False) -> dict[str, tf.Tensor]:
     """Returns the results of all metrics as they are; in replica context, of what this replica has updated."""
-    of_losses = set() if losses else {id(metric) for metric in keras_internals.loss_metrics(model)}
+    of_losses = set() if losses else set(map(id, keras_internals.loss_metrics(model)))
     by_name: dict[str, object] = {}
     for metric in model.metrics:
         if id(metric) not in of_losses:
@@ -279,14 +279,10 @@ def _assign(variable: keras.Variable, value: tf.Tensor) -> None:
 
 
 _WHOLE: weakref.WeakSet[keras.Metric] = weakref.WeakSet()
-
-
-def is_whole(metric: keras.Metric) -> bool:
-    """Returns whether `metric` was noted so: each replica then keeps its state for all examples, and not for a part."""
-    return metric in _WHOLE
+"""Metrics that must see a whole batch: each replica keeps their state for all examples, and not for a part."""
 
 
 def whole_metrics(model: keras.Model) -> list[keras.Metric]:
-    """Returns the compiled metrics of a model that were noted so."""
+    """Returns the compiled metrics of a model that must see a whole batch."""
     every = [inner for metric in model.metrics for inner in getattr(metric, "metrics", [metric])]
-    return [metric for metric in dict.fromkeys(every) if is_whole(metric)]
+    return [metric for metric in dict.fromkeys(every) if metric in _WHOLE]

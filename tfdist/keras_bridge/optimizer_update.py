@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeAlias
 
 import keras
@@ -20,8 +20,7 @@ from tfdist.errors import UserError
 from tfdist.keras_bridge import ema, keras_internals
 from tfdist.keras_bridge.keras_internals import inner_optimizer
 
-OVERFLOW = 65520.0
-"""Smallest number that is rounded to infinity in float16."""
+OVERFLOW = 65520.0  # smallest number that is rounded to infinity in float16
 FUSED = (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD)
 
 Gradients: TypeAlias = "list[tf.Tensor | None]"
@@ -37,7 +36,7 @@ def _overflowed(gradient: tf.Tensor | None) -> tf.Tensor | None:
 
 def is_fused(optimizer: keras.optimizers.Optimizer) -> bool:
     """Returns whether updates are TensorFlow's fused ops; exact classes only: a subclass may compute something else."""
-    optimizer = inner_optimizer(optimizer)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     return type(optimizer) in FUSED and not getattr(optimizer, "amsgrad", False)
 
 
@@ -81,55 +80,46 @@ def owned(
       factors: on the learning rate of each of `variables`; none for 1.
       in_float16: ids of variables whose gradient one device computes in float16, see `keras_internals.in_float16`.
     """
+    mine = OwnedOptimizer(optimizer, variables, factors, in_float16)
+    base, fused, averages = mine.base, mine.is_fused, mine.averages
     for dtype in {str(v.dtype) for v in variables} & {"bfloat16", "float16"}:
-        _warn_of_low_precision(dtype, "" if is_fused(optimizer) else type(inner_optimizer(optimizer)).__name__)
-    base = inner_optimizer(optimizer)
-    averages = base.use_ema
-    by_key = {keras_internals.variable_key(base, v): f for v, f in zip(variables, factors)} if factors else {}
-    mine = OwnedOptimizer(optimizer, averages, by_key, in_float16)
+        _warn_of_low_precision(dtype, "" if fused else type(base).__name__)
     with contextlib.ExitStack() as changes:
         base.use_ema = False
         changes.callback(setattr, base, "use_ema", averages)
-        if averages and not is_fused(optimizer):
+        if averages and not fused:
             mine.constraints = changes.enter_context(ema.unconstrained(variables))
         changes.enter_context(keras_internals.without_reduction())
-        if factors and not is_fused(optimizer):
+        if factors and not fused:
             for updating in keras_internals.updating(optimizer):
                 changes.enter_context(keras_internals.scaled_rates(updating, mine.factor))
         yield mine
 
 
 class OwnedOptimizer:
-    """A Keras optimizer whose updates tfdist makes.
-
-    Args:
-      averages: whether it keeps moving averages of the weights.
-      factors: on the learning rate, by `keras_internals.variable_key`; 1 for those that are not in it.
-      in_float16: as in `owned`.
-    """
+    """A built Keras optimizer, maybe a `LossScaleOptimizer`, whose updates tfdist makes; for arguments see `owned`."""
 
     def __init__(
         self,
         optimizer: keras.optimizers.Optimizer,
-        averages: bool,
-        factors: Mapping[str, float],
-        in_float16: Collection[int] = (),
+        variables: Sequence[keras.Variable],
+        factors: Sequence[float],
+        in_float16: Collection[int],
     ):
-        self._optimizer = optimizer
-        self._in_float16 = in_float16
-        self._base = inner_optimizer(optimizer)
-        self._is_fused = is_fused(optimizer)
-        self._averages = averages
-        self._factors = factors
+        self._optimizer, self._in_float16 = optimizer, in_float16
+        self.base = base = inner_optimizer(optimizer)
+        self._factors = {keras_internals.variable_key(base, v): f for v, f in zip(variables, factors)}
+        self.is_fused = is_fused(optimizer)
+        self.averages = base.use_ema  # whether it keeps moving averages of the weights
         self.constraints: ema.Constraints = {}  # those that Keras is kept from
 
     def loss_scale(self) -> tf.Tensor | None:
         """Returns the factor that a `LossScaleOptimizer` wants on the loss, a scalar; None for other optimizers."""
-        return None if self._optimizer is self._base else tf.convert_to_tensor(self._optimizer.dynamic_scale)
+        return None if self._optimizer is self.base else tf.convert_to_tensor(self._optimizer.dynamic_scale)
 
     def factor(self, variable: keras.Variable | tf.Variable) -> float:
         """Returns the factor on the learning rate of a variable."""
-        return self._factors.get(keras_internals.variable_key(self._base, variable), 1.0) if self._factors else 1.0
+        return self._factors.get(keras_internals.variable_key(self.base, variable), 1.0) if self._factors else 1.0
 
     def apply(
         self,
@@ -149,31 +139,31 @@ class OwnedOptimizer:
             return  # as in Keras, which says that there is nothing to train
         if not any(g is not None for g in (*grads, *penalty_grads)):
             raise UserError("no trainable variable has a gradient: the loss does not depend on the model's weights")
-        if self._optimizer is not self._base and self._in_float16:
+        if self._optimizer is not self.base and self._in_float16:
             grads = [_overflowed(g) if id(v) in self._in_float16 else g for g, v in zip(grads, variables)]
-        if not self._is_fused:
+        if not self.is_fused:
             self._apply_keras(grads, variables, penalty_grads)
-        elif self._optimizer is self._base:
+        elif self._optimizer is self.base:
             self._apply_fused(_added(grads, penalty_grads), variables, after)
         else:
             self._apply_scaled(grads, variables, penalty_grads)
 
     def _apply_keras(self, grads: Gradients, variables: list[keras.Variable], penalty_grads: Gradients) -> None:
         # The optimizer divides by its loss scale; nobody has multiplied the loss by a `loss_scale_factor`.
-        scale, factor = self.loss_scale(), self._base.loss_scale_factor
+        scale, factor = self.loss_scale(), self.base.loss_scale_factor
         if scale is not None:
             grads = _added(grads, [None if g is None else g * tf.cast(scale, g.dtype) for g in penalty_grads])
         else:
             grads = _added(grads, penalty_grads)
             if factor is not None:
                 grads = [None if g is None else g * tf.constant(factor, g.dtype) for g in grads]
-        before = tf.identity(self._base.iterations.value)
+        before = tf.identity(self.base.iterations.value)
         # And not apply(), as Keras: a subclass may have changed it. Those without a gradient go along: MultiOptimizer
         # needs as many gradients as it has variables.
         self._optimizer.apply_gradients(list(zip(grads, variables)))
-        updated = tf.not_equal(before, tf.identity(self._base.iterations.value))
-        if self._averages:
-            ema.add(self._base, variables, before, updated)
+        updated = tf.not_equal(before, tf.identity(self.base.iterations.value))
+        if self.averages:
+            ema.add(self.base, variables, before, updated)
             present = [v for g, v in zip(grads, variables) if g is not None]
             ema.constrain(self.constraints, present, updated)
 
@@ -201,7 +191,7 @@ class OwnedOptimizer:
 
     def _apply_fused(self, grads: Gradients, variables: list[keras.Variable], after: list[tf.Tensor]) -> None:
         """Clips, decays weights, and updates by TensorFlow's fused ops."""
-        optimizer = self._base
+        optimizer = self.base
         grads = clip(optimizer, grads)
         rate = tf.convert_to_tensor(optimizer.learning_rate)
         triples = [(i, g, v) for i, (g, v) in enumerate(zip(grads, variables)) if g is not None]
@@ -217,7 +207,7 @@ class OwnedOptimizer:
             for i, grad, variable in triples:
                 update(i, tf.cast(grad, variable.dtype), variable)
         before = tf.identity(optimizer.iterations.value)
-        if self._averages:
+        if self.averages:
             ema.add(optimizer, variables, before, None)
         for _, _, variable in triples:
             if variable.constraint is not None:
@@ -233,8 +223,8 @@ class OwnedOptimizer:
         order in e = b - d, its root by 1 - e t b^t / (2 (1 - b^t)), which is put right here. Without it, ten updates
         differ from Keras' by 1.3e-6.
         """
-        optimizer = self._base
-        slots = keras_internals.adam_slots(optimizer)
+        optimizer = self.base
+        moments, velocities = keras_internals.adam_slots(optimizer)
         step = optimizer.iterations + 1
         by_dtype: dict[tf.DType, dict[str, tf.Tensor]] = {}
 
@@ -260,29 +250,16 @@ class OwnedOptimizer:
             exact = _exact(grad.dtype)
             if exact not in by_dtype:
                 by_dtype[exact] = constants(exact)
-            first, second = slots[i]
-            if exact != grad.dtype:
-                widened(by_dtype[exact], grad, variable, first, second)
+            first, second = moments[i], velocities[i]
+            c = {**by_dtype[exact], "lr": self._times(by_dtype[exact]["lr"], variable)}
+            if exact == grad.dtype:
+                handles = dict(var=variable.value.handle, m=first.value.handle, v=second.value.handle)
+                tf.raw_ops.ResourceApplyAdam(**handles, grad=grad, **c)
                 return
-            tf.raw_ops.ResourceApplyAdam(
-                var=variable.value.handle,
-                m=first.value.handle,
-                v=second.value.handle,
-                grad=grad,
-                **{**by_dtype[grad.dtype], "lr": self._times(by_dtype[grad.dtype]["lr"], variable)},
-            )
-
-        def widened(
-            c: dict[str, tf.Tensor],
-            grad: tf.Tensor,
-            variable: keras.Variable,
-            first: keras.Variable,
-            second: keras.Variable,
-        ) -> None:
             grad = tf.cast(grad, tf.float32)
             m = c["beta1"] * tf.cast(first, tf.float32) + (1 - c["beta1"]) * grad
             v = c["beta2"] * tf.cast(second, tf.float32) + (1 - c["beta2"]) * tf.square(grad)
-            rate = self._times(c["lr"], variable) * tf.sqrt(1 - c["beta2_power"]) / (1 - c["beta1_power"])
+            rate = c["lr"] * tf.sqrt(1 - c["beta2_power"]) / (1 - c["beta1_power"])
             _write(first, m)
             _write(second, v)
             _write(variable, tf.cast(variable, tf.float32) - rate * m / (tf.sqrt(v) + c["epsilon"]))
@@ -291,7 +268,7 @@ class OwnedOptimizer:
 
     def _sgd(self, rate: tf.Tensor) -> Callable[[int, tf.Tensor, keras.Variable], None]:
         """keras.optimizers.SGD.update_step as one op per variable."""
-        optimizer = self._base
+        optimizer = self.base
 
         def update(i: int, grad: tf.Tensor, variable: keras.Variable) -> None:
             exact = _exact(grad.dtype)

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tfdist import config
 from tfdist.config import field_syntax
-from tfdist.config.messages import logger
 from tfdist.data import sources
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
@@ -43,20 +42,21 @@ def replaced(model: keras.Model, methods: tuple[str, ...]) -> str:
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns the optimizers of a model: that of `compile`, then those that are its attributes, as a GAN has them."""
-    found = [getattr(model, "optimizer", None)]
+    values = [getattr(model, "optimizer", None)]
     for value in vars(model).values():
-        found += (
-            list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-        )
-    unique = {id(o): o for o in found if isinstance(o, keras.optimizers.Optimizer)}
-    return list(unique.values())
+        values += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    return list({id(o): o for o in values if isinstance(o, keras.optimizers.Optimizer)}.values())
 
 
 def scope(model: keras.Model, distribution: Distribution) -> None:
     """Refuses a model that was created under another strategy, or that has methods which tfdist does not call."""
-    devices_by_keras()
-    unused = replaced(model, UNUSED)
-    if unused:
+    by_keras = keras.distribution.distribution()  # which Keras' TensorFlow backend takes and never looks at
+    if by_keras is not None:
+        raise UserError(
+            f"keras.distribution.set_distribution({type(by_keras).__name__}) has no effect on the TensorFlow backend",
+            "leave it out, tfdist.connect() chooses the devices",
+        )
+    if unused := replaced(model, UNUSED):
         raise UserError(
             f"{type(model).__name__} has its own {unused}, which tfdist does not call",
             "leave it out, and do what it does in train_step, test_step or predict_step",
@@ -67,16 +67,6 @@ def scope(model: keras.Model, distribution: Distribution) -> None:
             f"distribution {distribution.name!r}",
             "create it inside `with distribution.scope():` of the one that "
             "tfdist.connect() returned, and use it with that",
-        )
-
-
-def devices_by_keras() -> None:
-    """Refuses a distribution of Keras' own API, which its TensorFlow backend takes and never looks at."""
-    asked = keras.distribution.distribution()
-    if asked is not None:
-        raise UserError(
-            f"keras.distribution.set_distribution({type(asked).__name__}) has no effect on the TensorFlow backend",
-            "leave it out, tfdist.connect() chooses the devices",
         )
 
 
@@ -94,15 +84,13 @@ def created_in_scope(model: keras.Model, distribution: Distribution) -> None:
             "create their layer, or the model that is used as a layer, inside `with distribution.scope():`, too",
         )
     metrics = [m for metric in model.metrics for m in getattr(metric, "metrics", [metric])]
-    for kind, owner in [
-        *(("optimizer", optimizer) for optimizer in optimizers(model)),
-        *(("metric", metric) for metric in metrics),
-    ]:
-        if not all(isinstance(v.value, tf.distribute.DistributedValues) for v in owner.variables):
-            raise UserError(
-                f"{kind} {owner.name!r} was created outside of the distribution's scope",
-                "create it inside `with distribution.scope():`, as the model",
-            )
+    for kind, owners in ("optimizer", optimizers(model)), ("metric", metrics):
+        for owner in owners:
+            if not all(isinstance(v.value, tf.distribute.DistributedValues) for v in owner.variables):
+                raise UserError(
+                    f"{kind} {owner.name!r} was created outside of the distribution's scope",
+                    "create it inside `with distribution.scope():`, as the model",
+                )
 
 
 def not_of_horovod(kind: str, things: Iterable[object]) -> None:
@@ -124,7 +112,8 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, 
     if not model.compiled:
         raise UserError("the model is not compiled", "call model.compile(optimizer, loss) first")
     not_of_horovod("optimizer", optimizers(model))
-    for layer in keras_internals.flat_layers(model):
+    layers = keras_internals.flat_layers(model)
+    for layer in layers:
         mode = keras_internals.remat_mode(layer)
         if mode not in ("", "activations"):  # which recomputes activation functions alone
             raise UserError(
@@ -137,19 +126,19 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, 
             "the model was compiled with run_eagerly=True, which is for looking at one process: debug it with "
             "--strategy=default or mirrored, or leave run_eagerly out"
         )
-    for layer in keras_internals.flat_layers(model):
+    for layer in layers:
         if layer.compute_dtype in distribution.lacks:
             raise UserError(
                 f"layer {layer.name!r} computes in {layer.compute_dtype}, which --strategy={distribution.name} cannot",
                 "use mixed_bfloat16 or float32 (train.precision)",
             )
-    stateful = [layer.name for layer in keras_internals.flat_layers(model) if getattr(layer, "stateful", False)]
+    stateful = [layer.name for layer in layers if getattr(layer, "stateful", False)]
     if stateful and parts > 1:
         raise UserError(
             f"layer {stateful[0]!r} is stateful: it carries each row of a batch on to the next, and replicas have rows "
             "of their own; use --strategy=default without accumulation or virtual_replicas, or stateful=False"
         )
-    regularized = [layer.name for layer in keras_internals.flat_layers(model) if layer.activity_regularizer is not None]
+    regularized = [layer.name for layer in layers if layer.activity_regularizer is not None]
     if regularized and parts > 1 and not activity_is_a_mean():
         raise UserError(
             f"layer {regularized[0]} has an activity_regularizer, which Keras {keras.__version__} sums up over a "
@@ -179,12 +168,6 @@ def virtual(model: keras.Model, distribution: Distribution, virtual_replicas: in
         )
 
 
-def trains(model: keras.Model) -> None:
-    """Says so where the model, which is built, has nothing to train; Keras goes on there, too."""
-    if not model.trainable_variables:
-        logger.info("WARNING: the model has no trainable weights: no update changes it")
-
-
 def activity_is_a_mean() -> bool:
     """Tells whether Keras divides an activity regularizer's value by the batch size; it did not before its PR 22021."""
     layer = keras.layers.Activation("linear", activity_regularizer=keras.regularizers.L1(1.0), dtype="float32")
@@ -200,24 +183,10 @@ def reduce_dtype(name: str, distribution: Distribution) -> None:
         raise UserError(f"reduce_dtype={name!r} cannot be used with --strategy={distribution.name}", f"use {instead}")
 
 
-def own_train_step(model: keras.Model, asked: Sequence[str]) -> None:
-    """Refuses, of a model with a step of its own, those options of `OF_OUR_STEP` that were asked for."""
-    own = replaced(model, TRAINING)
-    if own and asked:
-        raise UserError(f"{asked[0]} cannot be used with a model that has its own {own}", "leave it out")
-
-
 def among(name: str, choice: str, choices: tuple[str, ...]) -> None:
     """Refuses an unknown choice for the option `name`."""
     if choice not in choices:
         raise UserError(f"unknown {name} {choice!r}{field_syntax.suggest(choice, choices)}")
-
-
-def on_nonfinite(choice: str, checkpoints: bool) -> None:
-    """Refuses an unknown choice, and a rollback without `checkpoints`."""
-    among("on_nonfinite", choice, config.CHOICES["train.on_nonfinite"])
-    if choice == "rollback" and not checkpoints:
-        raise UserError("on_nonfinite='rollback' goes back to a checkpoint", "give fit checkpoints")
 
 
 def synchronizes(model: keras.Model) -> bool:

@@ -14,7 +14,7 @@ from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Source, one_hot
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import batch_norm, keras_internals
+from tfdist.keras_bridge import keras_internals
 from tfdist.models import freezing, objective, pretrained
 from tfdist.models.zoo import keras_applications, layers, small, vision
 
@@ -45,7 +45,7 @@ def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> ker
         model = _made(wanted.name, field_syntax.options("model.options", wanted.options), spec)
     if not isinstance(model, keras.Model):
         raise UserError(f"model.name={wanted.name!r} must return a keras.Model, got {type(model).__name__}")
-    for layer in batch_norm.batch_norms(model):
+    for layer in keras_internals.batch_norms(model):
         layer.synchronized = wanted.sync_batch_norm  # read when the layer is called
     if (wanted.weights or wanted.freeze) and not model.built:
         what = "model.weights and model.freeze need a model whose layers are there already"

@@ -15,8 +15,7 @@ from tfdist.data.batch_layout import Batch, Layout, ReplicaBatch, fetch, host_sl
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge import metrics
-from tfdist.step.replica import Replica
-from tfdist.step.sums import seconds_now
+from tfdist.step.replica import Replica, seconds_now
 
 
 class CallResult(NamedTuple):
@@ -24,12 +23,10 @@ class CallResult(NamedTuple):
 
     sums: tf.Tensor  # loss values times examples, the total first and then each part, float64 [1 + parts]
     examples: tf.Tensor  # how many examples there were, float64 []
-    nonfinite: tf.Tensor
-    """The number of the first batch with a loss that is not finite, counted as the arguments do; -1 for none."""
+    nonfinite: tf.Tensor  # number of the first batch with a loss that is not finite; -1 for none
     done: tf.Tensor  # how many batches there were, int32 []
     metrics: dict[str, tf.Tensor]  # the metrics' results so far, by name
-    measures: tf.Tensor
-    """This worker's seconds of waiting for input and for the all-reduce, and the last gradient's norm, float64 [3]."""
+    measures: tf.Tensor  # seconds waiting for input, in the all-reduce; last gradient norm; float64 [3]
 
 
 class LoopState(NamedTuple):
@@ -68,7 +65,7 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, step: Calla
 
     def call(feed: tuple, first: tf.Tensor, last: tf.Tensor, sums: tf.Tensor | None = None) -> CallResult:
         # A data set in memory never waits for input: its order comes from Python.
-        waits = replica.timed and len(feed) == 1
+        waits = distribution.timed and len(feed) == 1
 
         def body(*entries: tf.Tensor) -> LoopState:
             state = LoopState(*entries)
@@ -182,10 +179,8 @@ class LogNames:
     """What the logs of a model's own step are, known when it has been traced."""
 
     def __init__(self) -> None:
-        self.plain: list[str] = []
-        """Names of the values that the step itself has computed, in the order of `CallResult.sums[1:]`."""
-        self.of_metrics: dict[str, str | list[str]] = {}
-        """The names under which it logs results of metrics, and what `CallResult.metrics` calls these."""
+        self.plain: list[str] = []  # names of the values of its own, in the order of `CallResult.sums[1:]`
+        self.of_metrics: dict[str, str | list[str]] = {}  # by logged name, those in `CallResult.metrics`
 
 
 class Totals:

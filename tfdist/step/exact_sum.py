@@ -27,11 +27,6 @@ class _Format(NamedTuple):
     mantissa: int
     bias: int
 
-    @property
-    def nonfinite(self) -> int:
-        """Returns the exponent of infinity and NaN."""
-        return 2 * self.bias + 1
-
     def exponents(self, values: tf.Tensor) -> tf.Tensor:
         """Returns the biased exponents of values that are not negative, as float32, which holds them exactly."""
         bits = tf.bitcast(values, self.bits)
@@ -47,13 +42,6 @@ _FORMATS = (_Format(tf.float32, tf.int32, 23, 127), _Format(tf.float64, tf.int64
 """In which other types are computed, which they hold exactly."""
 
 
-class _Scale(NamedTuple):
-    """Between values and whole numbers; one of each per tensor."""
-
-    up: tf.Tensor
-    down: tf.Tensor  # NaN where a term is not finite
-
-
 class _Kind:
     """The tensors of one floating-point format."""
 
@@ -61,9 +49,9 @@ class _Kind:
         self.layout = layout
         wide = layout.dtype == tf.float64
         own = [i for i, t in enumerate(like) if t.dtype.is_floating and (t.dtype == tf.float64) == wide]
-        self.small = [i for i in own if _elements(like[i]) <= SMALL]
-        self.large = [i for i in own if _elements(like[i]) > SMALL]
-        self.sizes = [_elements(like[i]) for i in self.small]
+        self.small = [i for i in own if _elements(like[i].shape) <= SMALL]
+        self.large = [i for i in own if _elements(like[i].shape) > SMALL]
+        self.sizes = [_elements(like[i].shape) for i in self.small]
         self.segments = np.repeat(np.arange(len(self.small), dtype=np.int32), self.sizes)
 
     def packed(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -91,13 +79,16 @@ class _Kind:
         """Returns what is there for each of the large tensors, out of one value per tensor."""
         return tf.unstack(values[len(self.small) :], len(self.large)) if self.large else []
 
-    def scale(self, exponents: tf.Tensor, room: int) -> _Scale:
-        """Returns the scale of each tensor, given the biased exponents of the largest magnitude in all terms."""
+    def scale(self, exponents: tf.Tensor, room: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns factors from values to whole numbers and back, one per tensor; NaN for back where one is not finite.
+
+        Given the biased exponents of the largest magnitudes in all terms, and the bits that a whole number may take.
+        """
         # Not as small as to make numbers that are not normal: threads may set those to zero.
         up = tf.minimum(room - (exponents - self.layout.bias + 1), self.layout.bias - 1.0)
         down = self.layout.powers(-up)
-        bad = tf.equal(exponents, self.layout.nonfinite)
-        return _Scale(self.layout.powers(up), tf.where(bad, tf.constant(np.nan, down.dtype), down))
+        bad = tf.equal(exponents, 2 * self.layout.bias + 1)  # of infinity and NaN
+        return self.layout.powers(up), tf.where(bad, tf.constant(np.nan, down.dtype), down)
 
 
 class _Own(NamedTuple):
@@ -108,15 +99,15 @@ class _Own(NamedTuple):
     large: list[tf.TensorArray]
     exponents: tf.Tensor  # of the largest magnitude in each tensor
 
-    def integers(self, scale: _Scale, number: tf.Tensor | int) -> list[tf.Tensor]:
+    def integers(self, up: tf.Tensor, number: tf.Tensor | int) -> list[tf.Tensor]:
         """Returns their sums as whole numbers, in the order in which the terms were packed."""
         sums = []
         if self.small is not None:
-            terms = self.small * tf.gather(scale.up, self.kind.segments)
+            terms = self.small * tf.gather(up, self.kind.segments)
             sums.append(tf.reduce_sum(tf.cast(terms, tf.int64), 0))
         if not self.large:
             return sums
-        factors = self.kind.of_large(scale.up)
+        factors = self.kind.of_large(up)
 
         def body(i: tf.Tensor, totals: list[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
             terms = [array.read(i) * factor for array, factor in zip(self.large, factors)]
@@ -180,35 +171,29 @@ class ExactSum:
             large = [next(remaining) for _ in kind.large]
             every = top if small is None else tf.concat([kind.tops_of_small(small), top], 0)
             own.append(_Own(kind, small, large, kind.layout.exponents(every)))
-        scales = [
-            kind.scale(exponents, self._room)
-            for kind, exponents in zip(self._kinds, _largest(distribution, [terms.exponents for terms in own]))
-        ]
-        integers = [total for terms, scale in zip(own, scales) for total in terms.integers(scale, number)]
-        return self._unpacked(distribution.all_sum([*integers, whole]), scales)
+        largest = _largest(distribution, [terms.exponents for terms in own])
+        scales = [kind.scale(exponents, self._room) for kind, exponents in zip(self._kinds, largest)]
+        integers = [total for terms, (up, _) in zip(own, scales) for total in terms.integers(up, number)]
+        return self._unpacked(distribution.all_sum([*integers, whole]), [down for _, down in scales])
 
-    def _unpacked(self, sums: list[tf.Tensor], scales: list[_Scale]) -> list[tf.Tensor]:
+    def _unpacked(self, sums: list[tf.Tensor], scales: list[tf.Tensor]) -> list[tf.Tensor]:
         """The sums over all replicas in the types and shapes of `like`."""
         remaining = iter(sums)
         results: list[Structure] = [None] * len(self._like)
-        for kind, scale in zip(self._kinds, scales):
+        for kind, down in zip(self._kinds, scales):
             dtype = kind.layout.dtype
             if kind.small:
-                vector = tf.cast(next(remaining), dtype) * tf.gather(scale.down, kind.segments)
+                vector = tf.cast(next(remaining), dtype) * tf.gather(down, kind.segments)
                 for i, part in zip(kind.small, tf.split(vector, kind.sizes)):
                     results[i] = part
-            for i, down in zip(kind.large, kind.of_large(scale.down)):
-                results[i] = tf.cast(next(remaining), dtype) * down
+            for i, factor in zip(kind.large, kind.of_large(down)):
+                results[i] = tf.cast(next(remaining), dtype) * factor
         if self._whole:
-            sizes = [_elements_of(self._like[i][1]) for i in self._whole]
+            sizes = [_elements(self._like[i][1]) for i in self._whole]
             for i, part in zip(self._whole, tf.split(next(remaining), sizes)):
                 results[i] = part
         return [tf.reshape(tf.cast(r, dtype), shape) for r, (dtype, shape) in zip(results, self._like)]
 
 
-def _elements(tensor: tf.Tensor) -> int:
-    return _elements_of(tensor.shape)
-
-
-def _elements_of(shape: tf.TensorShape) -> int:
+def _elements(shape: tf.TensorShape) -> int:
     return cast(int, shape.num_elements())

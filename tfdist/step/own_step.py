@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdist.data.batch_layout import Layout, MicroBatch, ReplicaBatch
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import ema, keras_internals, optimizer_update, preconditions
+from tfdist.keras_bridge import ema, keras_internals, layer_state, optimizer_update, preconditions
 from tfdist.keras_bridge.keras_internals import inner_optimizer
 from tfdist.step.batch_loop import CallResult, LogNames, StepOutput, batch_loop, computed_from
 from tfdist.step.replica import Replica
@@ -36,8 +36,7 @@ class _Part(NamedTuple):
     rows: MicroBatch
     inside: list[keras.optimizers.Optimizer]  # the optimizer that is applying a sum
     gradients: list[tf.Tensor]  # sums over all replicas that were not applied
-    results: dict[int, tuple[Structure, str | list[str]]]
-    """What metrics have returned, by its id, and what `metrics.results` calls it."""
+    results: dict[int, tuple[Structure, str | list[str]]]  # what metrics returned, and its name, by id
     graph: tf.Graph  # in which the step is traced
     complaints: list[UserError]  # why the step cannot be traced
 
@@ -64,15 +63,12 @@ def own_step_call(replica: Replica, layout: Layout, method: str, names: LogNames
         optimizer_update.check_methods(optimizer, ("finalize_variable_values",))
 
     def one(batch: ReplicaBatch, is_last: tf.Tensor) -> StepOutput:
-        del is_last
         count = replica.count(layout, batch)
         return StepOutput(run_step(replica, method, replica.micro_batch(layout, batch, count), count, names))
 
-    looped = batch_loop(replica, layout, None, one)
-
     def call(feed: tuple, first: tf.Tensor, last: tf.Tensor) -> CallResult:
         with replica.tracing(), _over_replicas(replica.model, _apply):
-            return looped(feed, first, last)
+            return batch_loop(replica, layout, None, one)(feed, first, last)
 
     return tf.function(call, autograph=False, reduce_retracing=True)
 
@@ -80,17 +76,16 @@ def own_step_call(replica: Replica, layout: Layout, method: str, names: LogNames
 def run_step(replica: Replica, method: str, rows: MicroBatch, count: tf.Tensor | int, names: LogNames) -> tf.Tensor:
     """Runs the model's own step on one replica's rows; in replica context, while it is traced.
 
-    Returns:
-      One number that is finite if the loss is, then the logs that are not results of metrics, `replica.totals`
-      [1 + logs].
+    Returns [1 + logs]: a number that is finite if the loss is, then the logs that are not results of metrics.
     """
     share = tf.cast(rows.size, tf.float32) / tf.cast(count, tf.float32)
     part = _tracing.part = _Part(replica, share, rows, [], [], {}, tf.compat.v1.get_default_graph(), [])
     try:
-        with replica.state.restored_without_rows(rows.present, compiled_metrics=True):
+        model, replicas = replica.model, replica.distribution.replicas
+        with layer_state.restored_without_rows(model, replicas, rows.present, compiled_metrics=True):
             logs = _logged(part, method, replica.as_keras_gives(rows.data))
         if method == "train_step":
-            replica.state.share(rows.present, replica.distribution.all_sum)
+            layer_state.share(model, replica.distribution, rows.present)
         return _combined(part, method, logs, names)
     finally:
         _tracing.part, _tracing.last = None, part
@@ -106,13 +101,14 @@ def _logged(part: _Part, method: str, data: Structure) -> object:
     step = inspect.getattr_static(type(model), method)
     decorated = isinstance(step, tf.types.experimental.PolymorphicFunction)
     call = functools.partial(step.python_function, model) if decorated else getattr(model, method)
+    name = f"{method} of {type(model).__name__}"
     try:
         return call(data)
     except tf.errors.OperatorNotAllowedInGraphError as error:
         if not decorated:
             raise
         raise UserError(
-            f"{method} of {type(model).__name__} is a tf.function in which Python branches or loops by tensors",
+            f"{name} is a tf.function in which Python branches or loops by tensors",
             f"use tf.cond and tf.while_loop there ({one_line(error, 100)})",
         ) from error
     except Exception as error:
@@ -120,8 +116,8 @@ def _logged(part: _Part, method: str, data: Structure) -> object:
             raise part.complaints[0] from None
         if isinstance(error, RuntimeError) and "merge_call" in str(error):
             raise UserError(
-                f"{method} of {type(model).__name__} applies gradients, or synchronizes replicas, inside of tf.cond, "
-                "tf.while_loop or a tf.function, where replicas cannot exchange anything",
+                f"{name} applies gradients, or synchronizes replicas, inside of tf.cond, tf.while_loop or a "
+                "tf.function, where replicas cannot exchange anything",
                 "do it outside of these",
             ) from error
         raise
@@ -146,7 +142,11 @@ def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
 
 def recording(model: keras.Model) -> contextlib.AbstractContextManager:
     """Keeps the gradients that the model's own step gives to optimizers, instead of applying them; see `recorded`."""
-    return _over_replicas(model, _keep)
+
+    def keep(update: _AskedUpdate) -> None:
+        update.part.gradients.extend(g for g in update.summed() if g is not None)
+
+    return _over_replicas(model, keep)
 
 
 def recorded() -> list[tf.Tensor]:
@@ -155,11 +155,9 @@ def recorded() -> list[tf.Tensor]:
 
 
 def _combined(part: _Part, method: str, logs: object, names: LogNames) -> tf.Tensor:
+    dtype, model = part.replica.totals, type(part.replica.model).__name__
     if not isinstance(logs, dict):
-        raise UserError(
-            f"{method} of {type(part.replica.model).__name__} must return a dict, got {type(logs).__name__}"
-        )
-    dtype = part.replica.totals
+        raise UserError(f"{method} of {model} must return a dict, got {type(logs).__name__}")
     plain: dict[str, tf.Tensor] = {}
     names.of_metrics = {}
     # As of compiled models, the loss alone must be finite; under another name every log may be it.
@@ -173,12 +171,11 @@ def _combined(part: _Part, method: str, logs: object, names: LogNames) -> tf.Ten
         tensor = tf.convert_to_tensor(value)
         if tensor.shape.rank != 0:
             raise UserError(f"{method} logs {name!r} of shape {tensor.shape}", "log one number, or a metric's result")
-        if part.replica.distribution.replicas > 1 and computed_from(
-            tensor, [value for value, _ in part.results.values()]
-        ):
+        results = [value for value, _ in part.results.values()]
+        if part.replica.distribution.replicas > 1 and computed_from(tensor, results):
             raise UserError(
-                f"{method} of {type(part.replica.model).__name__} logs {name!r}, which it computes from the result of "
-                "a metric, of which a replica has its own",
+                f"{method} of {model} logs {name!r}, which it computes from the result of a metric, of which a replica "
+                "has its own",
                 "log the metric itself, or use --strategy=default",
             )
         plain[name] = tf.cast(tensor, dtype)
@@ -254,21 +251,14 @@ def _noted(metric: keras.Metric) -> Callable[[], Structure]:
 
     def result() -> Structure:
         value = theirs()
-        _note(metric, value)
+        part: _Part | None = getattr(_tracing, "part", None)
+        if part is not None:
+            part.results[id(value)] = value, list(value) if isinstance(value, dict) else metric.name
+            if isinstance(value, dict):
+                part.results.update({id(entry): (entry, name) for name, entry in value.items()})
         return value
 
     return result
-
-
-def _note(metric: keras.Metric, result: Structure) -> None:
-    part: _Part | None = getattr(_tracing, "part", None)
-    if part is None:
-        return
-    if isinstance(result, dict):
-        part.results[id(result)] = result, list(result)
-        part.results.update({id(value): (value, name) for name, value in result.items()})
-    else:
-        part.results[id(result)] = result, metric.name
 
 
 class _AskedUpdate(NamedTuple):
@@ -304,11 +294,6 @@ def _apply(update: _AskedUpdate) -> None:
         ema.add(base, variables, before, updated)
         given = zip(update.gradients, update.variables or variables)
         ema.constrain(update.constraints, [v for g, v in given if g is not None], updated)
-
-
-def _keep(update: _AskedUpdate) -> None:
-    """Keeps the sum over all replicas."""
-    update.part.gradients.extend(g for g in update.summed() if g is not None)
 
 
 def _build(update: _AskedUpdate) -> None:

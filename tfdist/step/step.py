@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
@@ -19,59 +20,42 @@ from tfdist.keras_bridge import keras_internals, layer_state, metrics, precondit
 from tfdist.keras_bridge.loss import SAMPLE_ROWS, is_of_keras
 from tfdist.step import own_step
 from tfdist.step.batch_loop import LastLogs, LogNames, Totals
-from tfdist.step.evaluation import evaluation_call, prediction_call
+from tfdist.step.functions import TrainingOptions, evaluation_call, prediction_call, training_call
 from tfdist.step.replica import Replica
-from tfdist.step.training import TrainingOptions, training_call
 
-MORE_ROWS = 64
-"""Rows on which a model is checked that may compute something across a batch."""
+MORE_ROWS = 64  # on which a model is checked that may compute something across a batch
 
 
 class Step:
-    """The compiled functions of one compiled model under one distribution.
+    """The compiled functions of a compiled model under one distribution, each traced once per structure of data.
 
-    They take many global batches at once: a call lasts long enough to hide Python. They are traced once per structure
-    of the data.
+    They take many global batches at once: a call lasts long enough to hide Python.
     """
 
     def __init__(self, model: keras.Model, distribution: Distribution):
-        self._model: Callable[[], keras.Model] = weakref.ref(model)
-        self._own_steps = {
+        self.model_ref: Callable[[], keras.Model] = weakref.ref(model)
+        # The method by which the model replaces Keras' step of a kind; empty for none.
+        self.own_steps = {
             "train": preconditions.replaced(model, preconditions.TRAINING),
             "test": preconditions.replaced(model, preconditions.EVALUATION),
         }
         self.distribution = distribution
-        self.part_names: list[str] = []
-        """Names under which Keras logs the single losses; empty for fewer than two."""
-        self.output_shape: tuple[int | None, ...] = ()
-        """Of the first output, for one example."""
-        self.outputs = 0
-        """Number of outputs of the model."""
-        self.warm: set[int] = set()
-        """Ids of the functions that have been called, and so compiled."""
+        self.part_names: list[str] = []  # names under which Keras logs the single losses; empty for fewer than two
+        self.output_shape: tuple[int | None, ...] = ()  # of the first output, for one example
+        self.outputs = 0  # number of outputs of the model
+        self.warm: set[int] = set()  # ids of the functions that have been called, and so compiled
         self.replica = Replica(model, distribution, preconditions.use_xla(model, distribution))
-        self.sample_rows: tuple[Structure, ...] | None = None
-        """A few rows of the data."""
-        self.more_rows: tuple[Structure, ...] | None = None
-        """Of a model that may compute something across a batch."""
+        self.sample_rows: tuple[Structure, ...] | None = None  # a few rows of the data
+        self.more_rows: tuple[Structure, ...] | None = None  # of a model that may compute something across a batch
+        # Targets and outputs of a few rows, until losses and metrics have been classified by them.
         self._sample: tuple[Structure, Structure] | None = None
-        """Targets and outputs of a few rows, until losses and metrics have been classified by them."""
-        self._adding: list[str] = []
-        """The layers that call `add_loss`."""
+        self._adding: list[str] = []  # the layers that call `add_loss`
         self._compiled: dict[tuple, Callable] = {}
         self._log_names: dict[str, LogNames] = {}
-        self._reset: Callable | None = None
-        self._reset_variables: tuple[int, ...] = ()
+        self._reset: tuple[tuple[int, ...], Callable] = ((), lambda: None)
 
-    @property
-    def model(self) -> keras.Model:
-        """The model, which the caller keeps alive: a strong reference here would keep it in `step_calls` forever."""
-        return self._model()
-
-    @property
-    def timed(self) -> bool:
-        """Whether the compiled functions can measure what they wait for."""
-        return self.replica.timed
+    model = property(operator.methodcaller("model_ref"))
+    """The model, which the caller keeps alive: a strong reference here would keep it in `step_calls` forever."""
 
     def compiled(
         self,
@@ -83,11 +67,10 @@ class Step:
         factors: tuple[float, ...] = (),
         count: int | None = None,
     ) -> Callable:
-        """Returns a compiled function for a layout, made once.
+        """Returns a compiled function for a layout, made once; for the options see `TrainingOptions`.
 
         Args:
           kind: `train`, `test`, `predict` or `predict beside targets`.
-          full, reduce_dtype, norm, factors: see `TrainingOptions`.
           count: examples of each global batch, where shapes are static; None for those of the layout.
         """
         if count is not None:
@@ -101,7 +84,7 @@ class Step:
             losses = 1 + len(self.part_names)
             call: Callable
             match kind:
-                case "train" | "test" if self.own_step(kind):
+                case "train" | "test" if self.own_steps[kind]:
                     names = self._log_names.setdefault(kind, LogNames())
                     call = own_step.own_step_call(self.replica, layout, f"{kind}_step", names)
                 case "train":
@@ -113,48 +96,34 @@ class Step:
             self._compiled[key] = call
         return self._compiled[key]
 
-    def own_step(self, kind: str) -> str:
-        """Returns the method by which the model replaces Keras' step of a kind, `train` or `test`; empty for none."""
-        return self._own_steps[kind]
-
     def totals(
         self, kind: str, sums: Sequence[float] = (), examples: float = 0.0, handed_on: bool = False
     ) -> Totals | LastLogs:
-        """Returns what turns the results of calls into logs.
-
-        Args:
-          kind: `train` or `test`.
-          sums, examples: of an interrupted epoch.
-          handed_on: see `Totals`.
-        """
-        if self.own_step(kind):
+        """Returns what turns the results of calls into logs; `sums` and `examples` are of an interrupted epoch."""
+        if self.own_steps[kind]:
             return LastLogs(self._log_names.setdefault(kind, LogNames()), examples)
         return Totals(self.part_names, sums, examples, handed_on)
 
     def prepare_training(self) -> None:
         """Creates what only an update of the model's own creates: the variables of its optimizers."""
-        if self.own_step("train") and self.sample_rows is not None:
+        if self.own_steps["train"] and self.sample_rows is not None:
             with self.distribution.peers.during("call"):
                 own_step.prepare(self.replica, self.sample_rows)
 
     def check_batches(self, kind: str, layout: Layout, counts: Iterable[int]) -> None:
-        """Refuses what cannot be computed of batches of these sizes, before the first of them is compiled.
-
-        Raises:
-          UserError: naming the loss, metric or layer.
-        """
+        """Refuses what cannot be computed of batches of these sizes, before the first of them is compiled."""
         for count in counts if layout.static or layout.split_by else ():
             self._check(dataclasses.replace(layout, batch=count), kind)
 
     def _check(self, layout: Layout, kind: str) -> None:
         """Refuses losses and metrics that cannot be computed from the slices of a batch."""
-        own = self.own_step(kind)
+        model, own, split_by = self.model, self.own_steps[kind], layout.split_by
         if own and (layout.accumulate > 1 or layout.virtual):
             parts, option = "virtual replicas", f"virtual_replicas={layout.replicas}"
             if layout.accumulate > 1:
-                parts, option = "micro-batches", layout.split_by
+                parts, option = "micro-batches", split_by
             raise UserError(
-                f"{type(self.model).__name__} has its own {own}, whose sums over {parts} tfdist cannot know",
+                f"{type(model).__name__} has its own {own}, whose sums over {parts} tfdist cannot know",
                 f"leave out {option}",
             )
         if layout.replicas * layout.accumulate == 1:
@@ -162,35 +131,34 @@ class Step:
         padded = layout.static and not layout.even and layout.batch > layout.replicas * layout.accumulate
         if own and padded:
             raise UserError(
-                f"{type(self.model).__name__} has its own {own}, which would see rows that are filled up",
-                "make the "
-                f"batch size and the examples of an epoch divisible by {layout.replicas}, the number of replicas",
+                f"{type(model).__name__} has its own {own}, which would see rows that are filled up",
+                "make the batch size and the examples of an epoch divisible by "
+                f"{layout.replicas}, the number of replicas",
             )
         if self._sample is not None:
             y, y_pred = self._sample
             self._sample = None
             self.replica.objective.classify(y, y_pred)
-            metrics.classify(self.model, y, y_pred)
+            metrics.classify(model, y, y_pred)
         if own:
-            metrics.check_summed(self.model, own)
+            metrics.check_summed(model, own)
             return
-        self.replica.objective.check(layout.split_by)
-        metrics.check(self.model, layout.split_by)
+        self.replica.objective.check(split_by)
+        metrics.check(model, split_by)
         if padded and self.replica.exchanges(layout.accumulate):
-            preconditions.padded(self.model, self._adding)
+            preconditions.padded(model, self._adding)
 
     def reset(self) -> None:
         """Resets all metrics; anew for each set of variables, since a metric may create its own at its first update."""
         variables = tuple(id(v) for metric in self.model.metrics for v in metric.variables)
-        if self._reset is None or variables != self._reset_variables:
+        if variables != self._reset[0]:
 
             def reset() -> None:  # by name: TPUs give the name of a function to what is computed in it
                 metrics.reset(self.model, self.distribution)
 
-            self._reset = tf.function(reset, autograph=False)
-            self._reset_variables = variables
+            self._reset = variables, tf.function(reset, autograph=False)
         with self.distribution.peers.during("call"):  # it may sum over workers what it resets
-            self._reset()
+            self._reset[1]()
 
     def build(self, data: tuple[Structure, ...], bare: bool, outputs_only: bool = False) -> None:
         """Creates what Keras creates lazily (weights, metric and optimizer variables), under the scope.
@@ -199,9 +167,6 @@ class Step:
           data: (x, y, weight) of at least one row; losses and metrics are tried on `SAMPLE_ROWS`, if there are.
           bare: see `Replica.bare`.
           outputs_only: the model need not be compiled, nor `data` have targets.
-
-        Raises:
-          UserError: targets, losses or metrics that do not fit the outputs.
         """
         model = self.model
         if not outputs_only:
@@ -229,7 +194,7 @@ class Step:
         It may depend on what is rare, such as a count of masked targets, of which `SAMPLE_ROWS` may hold none.
         """
         layers = [layer for layer in keras_internals.flat_layers(self.model) if not is_of_keras(type(layer))]
-        across = self.own_step("train") or any(
+        across = self.own_steps["train"] or any(
             layer.name in self._adding
             or len(keras_internals.own_variables(layer)) > len(keras_internals.own_trainable_variables(layer))
             for layer in layers
@@ -240,7 +205,7 @@ class Step:
     def _outputs(self, x: Structure) -> Structure:
         """Returns the model's outputs; None of a model that is only trained, by a step of its own."""
         model = self.model
-        frozen = {id(v) for v in layer_state.fixed_variables(model)}  # may be gigabytes
+        frozen = set(map(id, keras_internals.fixed_variables(model)))  # may be gigabytes
         kept = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables] if id(v) not in frozen}
         static = self.distribution.static_shapes
         try:
@@ -254,11 +219,11 @@ class Step:
                     preconditions.static(model, lambda rows: self.replica.forward(rows, training=False), x)
         except Exception as error:
             # Its own step may call something else, where there is no `call`, or give it all that fit was given.
-            if isinstance(error, UserError) or not self.own_step("train"):
+            if isinstance(error, UserError) or not self.own_steps["train"]:
                 raise
             return None
         self._adding = keras_internals.adding_losses(model)
-        for layer in keras_internals.flat_layers(self.model):
+        for layer in keras_internals.flat_layers(model):
             if getattr(layer, "stateful", False):
                 layer.reset_state()  # nor what its state was created with
         leaves = keras.tree.flatten(outputs)
@@ -268,7 +233,7 @@ class Step:
     def _create(self, y: Structure, outputs: Structure) -> None:
         """Creates the variables of metrics and optimizer for these targets and outputs of a row."""
         model = self.model
-        own = self.own_step("train")
+        own = self.own_steps["train"]
         if y is None and not own and getattr(model, "loss", None) is not None:
             raise UserError("the model is compiled with a loss, and there are no targets", "give fit or evaluate y")
         try:

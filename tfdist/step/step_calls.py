@@ -18,9 +18,9 @@ from tfdist.data.sources import Source
 from tfdist.distributed import shared_memory_sum
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import TrainingError, UserError, one_line
-from tfdist.keras_bridge import batch_norm, keras_internals, loss, preconditions
+from tfdist.keras_bridge import keras_internals, loss, preconditions
 from tfdist.step.batch_loop import uneven_end
-from tfdist.step.evaluation import NO_BATCH
+from tfdist.step.functions import NO_BATCH
 from tfdist.step.step import Step
 
 
@@ -30,8 +30,7 @@ class _Kept(NamedTuple):
     key: tuple[int | str, ...]  # what it was made for, as ids
     owners: tuple  # what these ids belong to; held, or another object could take an id and be mistaken for its owner
     step: Step  # it does not keep its model alive (see `Step.model`)
-    trained: tuple[keras.Variable, ...] | None = None
-    """The weights that a training has updated since the model was compiled; None for no training."""
+    trained: tuple[keras.Variable, ...] | None = None  # updated by trainings since compile()
 
 
 _STEPS: dict[int, _Kept] = {}
@@ -60,16 +59,13 @@ def step_of(model: keras.Model, distribution: Distribution, source: Source, outp
         step.take_more_rows(source)
     optimizer = [] if outputs_only else [v for o in preconditions.optimizers(model) for v in o.variables]
     distribution.broadcast([*model.variables, *optimizer])
-    # Building may have created the weights.
     if not outputs_only:
         if kept is None:
             weakref.finalize(model, _STEPS.pop, id(model), None).atexit = False
-        owners = _owners(model, distribution)
+        owners = _owners(model, distribution)  # anew: building may have created the weights
         compiled = len(owners) - len(model.trainable_variables)
-        trained = None
-        if kept is not None and [*map(id, kept.owners[:compiled])] == [*map(id, owners[:compiled])]:
-            trained = kept.trained
-        _STEPS[id(model)] = _Kept(_key(model, distribution), owners, step, trained)
+        same = kept is not None and [*map(id, kept.owners[:compiled])] == [*map(id, owners[:compiled])]
+        _STEPS[id(model)] = _Kept(_key(model, distribution), owners, step, kept.trained if kept and same else None)
     return step
 
 
@@ -99,7 +95,7 @@ def _owners(model: keras.Model, distribution: Distribution) -> tuple:
 
 def _key(model: keras.Model, distribution: Distribution) -> tuple[int | str, ...]:
     # A layer's `synchronized` is read while the step is traced: one that is set between two fits would do nothing.
-    synchronized = "".join(str(int(layer.synchronized)) for layer in batch_norm.batch_norms(model))
+    synchronized = "".join(str(int(layer.synchronized)) for layer in keras_internals.batch_norms(model))
     owners = (id(owner) for owner in _owners(model, distribution))
     return (distribution.jit, distribution.static_shapes, synchronized, *owners)
 
@@ -185,29 +181,22 @@ def explained(
     """
     if NO_BATCH in str(error):
         return EndOfData()
-    ended = uneven_end(str(error), update, peers)
-    if ended:
+    if ended := uneven_end(str(error), update, peers):
         return UserError(ended)
     for pattern, advice in _COMPLAINTS:
-        complaint = re.search(pattern, str(error))
-        if complaint:
+        if complaint := re.search(pattern, str(error)):
             return UserError(f"{complaint[0]}{advice}")
-    if feed and (isinstance(error, UnicodeDecodeError) or _IN_PIPELINE.search(str(error))):
-        unreadable = feed.first_unreadable()
-        if unreadable:
-            return UserError(unreadable, REPAIR)
+    in_pipeline = isinstance(error, UnicodeDecodeError) or re.search("IteratorGetNext|OptionalGetValue", str(error))
+    if feed and in_pipeline and (unreadable := feed.first_unreadable()):
+        return UserError(unreadable, REPAIR)
     if isinstance(error, tf.errors.ResourceExhaustedError) and re.search("OOM|[Mm]emory|alloc", str(error)):
-        return _out_of_memory(error, update)
+        text = one_line(error)
+        tensor = re.search(r"allocating tensor with shape\[[\d,]*\]", text)
+        text = f"out of memory ({tensor[0] if tensor else text[:200]})"
+        if update is None:
+            return TrainingError(f"{text}: measure with a smaller batch (eval.batch_size)")
+        return OutOfMemory(text)
     return cause(error, peers)
-
-
-def _out_of_memory(error: tf.errors.ResourceExhaustedError, update: int | None) -> TrainingError:
-    text = one_line(error)
-    tensor = re.search(r"allocating tensor with shape\[[\d,]*\]", text)
-    text = f"out of memory ({tensor[0] if tensor else text[:200]})"
-    if update is None:
-        return TrainingError(f"{text}: measure with a smaller batch (eval.batch_size)")
-    return OutOfMemory(text)
 
 
 def cause(error: tf.errors.OpError | UnicodeDecodeError, peers: Peers) -> TrainingError:
@@ -219,15 +208,9 @@ def cause(error: tf.errors.OpError | UnicodeDecodeError, peers: Peers) -> Traini
     return TrainingError(text[:400])
 
 
-_OWN_FAULTS = (
-    tf.errors.FailedPreconditionError,
-    tf.errors.InvalidArgumentError,
-    tf.errors.NotFoundError,
-    tf.errors.OutOfRangeError,
-    tf.errors.ResourceExhaustedError,
-    tf.errors.UnimplementedError,
-)  # without a word of a collective in them, these have nothing to do with the other workers
-_IN_PIPELINE = re.compile("IteratorGetNext|OptionalGetValue")
+_FAULTS = "FailedPrecondition InvalidArgument NotFound OutOfRange ResourceExhausted Unimplemented"
+_OWN_FAULTS = tuple(getattr(tf.errors, f"{name}Error") for name in _FAULTS.split())
+"""Without a word of a collective in them, these have nothing to do with the other workers."""
 _COMPLAINTS = (
     (
         shared_memory_sum.OUT_OF_STEP.format(r"\d+", r"\d+"),

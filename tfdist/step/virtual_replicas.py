@@ -6,6 +6,7 @@ number of devices, and their results are the same bit for bit; `ExactSum` adds t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,10 +17,9 @@ from tfdist.data.batch_layout import Layout, MicroBatch, ReplicaBatch, with_shap
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.keras_bridge import keras_internals, layer_state, metrics
+from tfdist.keras_bridge import keras_internals
 from tfdist.step.exact_sum import ExactSum
-from tfdist.step.replica import Replica
-from tfdist.step.sums import StepSums, timed
+from tfdist.step.replica import Replica, StepSums, timed
 
 
 class VirtualState:
@@ -31,7 +31,7 @@ class VirtualState:
     """
 
     def __init__(self, model: keras.Model, layout: Layout):
-        fixed = {id(v) for v in layer_state.fixed_variables(model)}
+        fixed = {id(v) for v in keras_internals.fixed_variables(model)}
         of_losses = {id(v) for metric in keras_internals.loss_metrics(model) if metric for v in metric.variables}
         sums = {id(v): v for v in model.metrics_variables if id(v) not in of_losses}
         rest = [v for v in model.non_trainable_variables if id(v) not in fixed | of_losses and id(v) not in sums]
@@ -48,13 +48,10 @@ class VirtualState:
         self._parts = layout.replicas * layout.accumulate
         # Outside of the virtual replicas, where nothing has changed yet.
         self._before = {id(v): _read(v) for v in (*self._sums, *self._seeds, *self._kept)}
-        self._streams = [self._stream(self._before[id(v)]) for v in self._seeds]
-
-    def _stream(self, state: tf.Tensor) -> tf.Tensor:
-        """Returns a generator's state for each virtual replica, [replicas, 2]: none follows another."""
-        return tf.random.stateless_uniform(
-            [self._parts, 2], tf.cast(state, tf.int64), minval=None, maxval=None, dtype=tf.uint32, alg="philox"
-        )
+        # The states of each generator, [replicas, 2]: none follows another.
+        draw = functools.partial(tf.random.stateless_uniform, [self._parts, 2], dtype=tf.uint32, alg="philox")
+        seeds = [tf.cast(self._before[id(v)], tf.int64) for v in self._seeds]
+        self._streams = [draw(seed, minval=None, maxval=None) for seed in seeds]
 
     def begin(self, part: tf.Tensor) -> set[int]:
         """Sets the state for a virtual replica of this number among all micro-batches, while its graph is traced.
@@ -121,38 +118,15 @@ def _assign(variable: keras.Variable, value: tf.Tensor) -> None:
     tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=value)
 
 
-RANDOM = (
-    "AllCandidateSampler",
-    "FixedUnigramCandidateSampler",
-    "FractionalAvgPool",
-    "FractionalMaxPool",
-    "LearnedUnigramCandidateSampler",
-    "LogUniformCandidateSampler",
-    "Multinomial",
-    "ParameterizedTruncatedNormal",
-    "RandomCrop",
-    "RandomGamma",
-    "RandomPoisson",
-    "RandomPoissonV2",
-    "RandomShuffle",
-    "RandomStandardNormal",
-    "RandomUniform",
-    "RandomUniformInt",
-    "RngReadAndSkip",
-    "RngSkip",
-    "SampleDistortedBoundingBox",
-    "SampleDistortedBoundingBoxV2",
-    "StatefulRandomBinomial",
-    "StatefulStandardNormal",
-    "StatefulStandardNormalV2",
-    "StatefulTruncatedNormal",
-    "StatefulUniform",
-    "StatefulUniformFullInt",
-    "StatefulUniformInt",
-    "ThreadUnsafeUnigramCandidateSampler",
-    "TruncatedNormal",
-    "UniformCandidateSampler",
-)  # operations that depend on what a device has drawn before
+_RANDOM = """
+AllCandidateSampler FixedUnigramCandidateSampler FractionalAvgPool FractionalMaxPool LearnedUnigramCandidateSampler
+LogUniformCandidateSampler Multinomial ParameterizedTruncatedNormal RandomCrop RandomGamma RandomPoisson
+RandomPoissonV2 RandomShuffle RandomStandardNormal RandomUniform RandomUniformInt RngReadAndSkip RngSkip
+SampleDistortedBoundingBox SampleDistortedBoundingBoxV2 StatefulRandomBinomial StatefulStandardNormal
+StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniform StatefulUniformFullInt StatefulUniformInt
+ThreadUnsafeUnigramCandidateSampler TruncatedNormal UniformCandidateSampler
+"""
+"""Names of operations that depend on what a device has drawn before."""
 PYTHON = ("EagerPyFunc", "PyFunc")
 """Operations that call Python, which may draw numbers and keep a state that no graph shows; `PyFuncStateless` promises
 that it does not."""
@@ -167,7 +141,7 @@ def _check_graph(graph: tf.Graph, own: set[int]) -> None:
     """
     functions = graph.as_graph_def().library.function
     kinds = {op.type for op in graph.get_operations()} | {node.op for f in functions for node in f.node_def}
-    for kind in sorted(kinds.intersection(RANDOM)):
+    for kind in sorted(kinds.intersection(_RANDOM.split())):
         raise UserError(
             f"the model draws random numbers by TensorFlow's {kind}, which depend on the device",
             "draw them by keras.random with a keras.random.SeedGenerator that is an attribute of the layer, or leave "
@@ -214,12 +188,10 @@ def exact_sums(
     layout: Layout,
     batch: ReplicaBatch,
     count: tf.Tensor | int,
-    training: bool,
-    scale: tf.Tensor | None,
+    sums_of: Callable[[MicroBatch], StepSums],
     clock: bool,
 ) -> tuple[StepSums, tf.Tensor | None]:
-    """Runs over all virtual replicas, updates metrics and states of layers, and sums exactly; arguments as for
-    `global_sums`.
+    """Runs `sums_of` for all virtual replicas, and sums exactly, also what metrics and states of layers have become.
 
     Returns:
       The sums, and the seconds this replica spent in the all-reduce; None without a clock.
@@ -229,8 +201,7 @@ def exact_sums(
     traced: list[tuple[StepSums, ExactSum]] = []
 
     def work(rows: MicroBatch, part: tf.Tensor) -> tuple:
-        sums, outputs = replica.passes(rows, count, training, scale)
-        metrics.update(replica.model, distribution, rows, outputs)
+        sums = sums_of(rows)
         # The gradients of an embedding do not know their shape.
         variables = replica.model.trainable_variables
         present = [variables[i] for group in sums.present for i, has_gradient in enumerate(group) if has_gradient]

@@ -1,6 +1,6 @@
 """An update of a real training as a program of its own: StableHLO for one of N replicas, of static shapes.
 
-It is the update of `tfdist.step.training` under a `Distribution` whose sum is XLA's all-reduce. Its arguments are a
+It is the update of `tfdist.step.functions` under a `Distribution` whose sum is XLA's all-reduce. Its arguments are a
 replica's rows of a global batch and the variables that the update reads; its results are the losses and the new values
 of those that it writes.
 """
@@ -26,7 +26,7 @@ from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals
-from tfdist.step import step_calls, training
+from tfdist.step import functions, step_calls
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,21 +130,21 @@ def export(
       source: the examples; of them, only the shapes count.
       batch: examples of a global batch. Where they do not divide evenly, each replica gets as many rows as the first:
         shapes are static, and some are filler.
-      reduce_dtype, factors: see `training.TrainingOptions`.
+      reduce_dtype, factors: see `functions.TrainingOptions`.
     """
     layout = Layout(batch, given.replicas, accumulate, static=True)
     step = step_calls.step_of(model, given, source)
-    if own := step.own_step("train"):
+    if own := step.own_steps["train"]:
         why = "only tfdist's own step is a program for devices that are not here"
         raise UserError(f"--topology cannot compile {type(model).__name__}, which has its own {own}: {why}")
     step.compiled("train", layout, full=True)  # refuses what cannot be computed from parts of a batch
     specs, structure = _specs(source, layout)
-    options = training.TrainingOptions(full=True, reduce_dtype=reduce_dtype, factors=factors)
+    options = functions.TrainingOptions(full=True, reduce_dtype=reduce_dtype, factors=factors)
 
     def update(*rows: tf.Tensor) -> tf.Tensor:
         *columns, numbers = rows
         own = HostSlice(keras.tree.pack_sequence_as(structure, columns), numbers)
-        with _reducing_in_layers(given.replicas), training.train_step(step.replica, layout, options) as train_step:
+        with _reducing_in_layers(given.replicas), functions.train_step(step.replica, layout, options) as train_step:
             return train_step(own, tf.constant(False)).losses
 
     function = tf.function(update, autograph=False, jit_compile=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import statistics
 from collections.abc import Callable
 from typing import NamedTuple
@@ -38,17 +37,6 @@ class Decisions(NamedTuple):
     due: Due
 
 
-class _Vote(NamedTuple):
-    """One worker's view."""
-
-    seconds: float
-    between: float
-    stop_reason: str
-    stop: bool
-    due: Due
-    digest: str
-
-
 def agree(
     distribution: Distribution,
     model: keras.Model,
@@ -73,28 +61,23 @@ def agree(
       Interrupted: some worker has a reason to stop.
     """
     peers = distribution.peers
-    vote = _Vote(seconds, between, should_stop(), bool(getattr(model, stop_attribute, False)), due, digest)
-    votes = list(itertools.starmap(_Vote, peers.gather(label, list(vote))))
-    for rank, vote in enumerate(votes):
-        if vote.digest != votes[0].digest:
+    own = [seconds, between, should_stop(), bool(getattr(model, stop_attribute, False)), due, digest]
+    all_seconds, all_between, reasons, stops, dues, digests = zip(*peers.gather(label, own))
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
             raise UserError(
                 f"worker {rank} ({peers.hosts[rank]}) has read other batches than worker 0 up to {label}",
-                "give "
-                "shuffle() a seed, as in shuffle(1000, seed=0), and set a global seed, if any, alike on all workers",
+                "give shuffle() a seed, as in shuffle(1000, seed=0), and set any global seed alike on all workers",
             )
-    for rank, vote in enumerate(votes):
-        if vote.stop_reason:
-            raise Interrupted(vote.stop_reason + (f" (worker {rank})" if peers.size > 1 else ""))
-    all_seconds, all_between, _, stops, dues, _ = zip(*votes)
+    for rank, reason in enumerate(reasons):
+        if reason:
+            raise Interrupted(reason + (f" (worker {rank})" if peers.size > 1 else ""))
     setattr(model, stop_attribute, any(stops))
     return Decisions(statistics.fmean(all_seconds), statistics.fmean(all_between), Due(*dues[0]))
 
 
 def any_worker(distribution: Distribution, label: str, *facts: bool) -> list[bool]:
-    """Returns for each fact whether it holds on any worker.
-
-    Workers may have other callbacks; what these need, such as every single batch, all workers must do.
-    """
+    """Returns for each fact whether it holds on any worker: what one of them needs, all must do."""
     return list(map(any, zip(*distribution.peers.gather(label, list(facts)))))
 
 

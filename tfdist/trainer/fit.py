@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import keras
 
+from tfdist import config
 from tfdist.checkpoints.manager import Checkpoints
 from tfdist.data import sources
 from tfdist.data.structures import Structure
@@ -132,33 +133,18 @@ def fit(
         validation_data=tuple(validation_data) if isinstance(validation_data, list) else validation_data,
         steps_per_epoch=limited(steps_per_epoch, keras.config.max_steps_per_epoch(), "steps"),
     )
-    _check_generators(source, options)
-    _check_options(options)
+    _check(source, options)
     if class_weight:
         source = sources.weigh_classes(source, class_weight)
     preconditions.model_fits(model, options.distribution, accumulate, virtual_replicas)
-    preconditions.own_train_step(model, options.changed(preconditions.OF_OUR_STEP))
+    own, asked = preconditions.replaced(model, preconditions.TRAINING), options.changed(preconditions.OF_OUR_STEP)
+    if own and asked:
+        raise UserError(f"{asked[0]} cannot be used with a model that has its own {own}", "leave it out")
     return FitLoop(plan_training(model, source, options)).run()
 
 
-def _check_options(options: FitOptions) -> None:
-    """Refuses options that do not fit together, whatever the model and its data."""
-    idle = options.changed(("validation_steps", "validation_batch_size", "validation_freq"))
-    if options.validation_data is None and idle:
-        raise UserError(f"{idle[0]} says how to validate, without data", "give validation_data or validation_split")
-    if options.virtual_replicas and options.reduce_dtype != "float32":
-        raise UserError(
-            "reduce_dtype cannot be used with virtual_replicas, whose sums are exact", "leave out one of them"
-        )
-    preconditions.among("check_agreement", options.check_agreement, equivalence_check.CHOICES)
-    preconditions.on_nonfinite(options.on_nonfinite, options.checkpoints is not None)
-    updates = options.steps_per_call
-    if updates != "auto" and (not isinstance(updates, int) or updates < 1):
-        raise UserError(f"steps_per_call must be 'auto' or a whole number of at least 1, got {updates!r}")
-
-
-def _check_generators(source: sources.Source, options: FitOptions) -> None:
-    """Refuses a generator where it would have to be read again."""
+def _check(source: sources.Source, options: FitOptions) -> None:
+    """Refuses options that do not fit together, and a generator where it would have to be read again."""
     first, epochs = options.initial_epoch, options.epochs
     advice = "or a keras.utils.PyDataset, which has an index"
     if source.reader.once:
@@ -175,3 +161,17 @@ def _check_generators(source: sources.Source, options: FitOptions) -> None:
             raise UserError(
                 "a generator can be read once, and several epochs validate with it", f"give arrays, {advice}"
             )
+    idle = options.changed(("validation_steps", "validation_batch_size", "validation_freq"))
+    if options.validation_data is None and idle:
+        raise UserError(f"{idle[0]} says how to validate, without data", "give validation_data or validation_split")
+    if options.virtual_replicas and options.reduce_dtype != "float32":
+        raise UserError(
+            "reduce_dtype cannot be used with virtual_replicas, whose sums are exact", "leave out one of them"
+        )
+    preconditions.among("check_agreement", options.check_agreement, equivalence_check.CHOICES)
+    preconditions.among("on_nonfinite", options.on_nonfinite, config.CHOICES["train.on_nonfinite"])
+    if options.on_nonfinite == "rollback" and options.checkpoints is None:
+        raise UserError("on_nonfinite='rollback' goes back to a checkpoint", "give fit checkpoints")
+    updates = options.steps_per_call
+    if updates != "auto" and (not isinstance(updates, int) or updates < 1):
+        raise UserError(f"steps_per_call must be 'auto' or a whole number of at least 1, got {updates!r}")

@@ -12,6 +12,7 @@ from tfdist.checkpoints import training_state
 from tfdist.checkpoints.manager import Checkpoints
 from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
+from tfdist.config.messages import logger
 from tfdist.data import sources
 from tfdist.data.batch_layout import Layout
 from tfdist.data.protocol import Feed
@@ -92,23 +93,10 @@ class TrainingPlan:
 
     def run(self) -> TrainingRun:
         """Returns the training as checkpoints see it."""
-        options = self.options
-        return TrainingRun(
-            self.model,
-            options.distribution,
-            self.callbacks,
-            self.layout.batch,
-            self.updates_per_epoch,
-            options.seed,
-            self.source.size,
-            options.virtual_replicas,
-            self.source.facts() if options.checkpoints else {},
-        )
-
-    def compiled(self, full: bool, norm: bool, count: int | None) -> Callable:
-        """Returns the compiled function for the next updates, see `Step.compiled`."""
-        dtype, factors = self.options.reduce_dtype, self.lr_factors
-        return self.step.compiled("train", self.layout, full, dtype, norm, factors, count)
+        options, batch = self.options, self.layout.batch
+        facts = self.source.facts() if options.checkpoints else {}
+        data = batch, self.updates_per_epoch, options.seed, self.source.size, options.virtual_replicas, facts
+        return TrainingRun(self.model, options.distribution, self.callbacks, *data)
 
 
 def plan_training(model: keras.Model, source: sources.Source, options: FitOptions) -> TrainingPlan:
@@ -125,7 +113,9 @@ def plan_training(model: keras.Model, source: sources.Source, options: FitOption
     step.check_batches("train", layout, source.sizes(layout.batch))
     step_calls.trains(model)
     step.prepare_training()
-    preconditions.trains(model)
+    if not model.trainable_variables:  # Keras goes on there, too
+        logger.info("WARNING: the model has no trainable weights: no update changes it")
+    preconditions.reduce_dtype(options.reduce_dtype, distribution)
     preconditions.targets(model, step.output_shape, source)
     validation = None
     if options.validation_data is not None:
@@ -141,7 +131,6 @@ def plan_training(model: keras.Model, source: sources.Source, options: FitOption
     callbacks = on_this_worker(
         options.callbacks, model, distribution, options.verbose, updates_per_epoch, options.epochs, fit=True
     )
-    preconditions.reduce_dtype(options.reduce_dtype, distribution)
     updates_per_call = 1 if any_needs_every_batch(callbacks, distribution, "train") else None
     if isinstance(options.steps_per_call, int):
         updates_per_call = options.steps_per_call

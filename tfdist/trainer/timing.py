@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 
-INPUT_LIMIT = 0.2
-"""Share of the time spent waiting for input from which on it is worth a person's attention."""
+INPUT_LIMIT = 0.2  # share of the time spent waiting for input from which on it is worth a person's attention
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spent:
     """Seconds of one worker."""
 
-    input: float = 0.0
-    """Waiting for the next batch while nothing else could be done."""
+    input: float = 0.0  # waiting for the next batch while nothing else could be done
     compute: float = 0.0
     """In calls of the compiled function, without the other entries. What synchronized BatchNorm exchanges in the middle
     of a forward or backward pass is in it."""
     all_reduce: float | None = 0.0
     """From the last gradient to the last sum, the wait for slower replicas included; None where it cannot be told, as
     on GPUs, whose `compute` then contains it."""
-    python: float = 0.0
-    """Between calls: callbacks, agreement with other workers, checkpoints."""
+    python: float = 0.0  # between calls: callbacks, agreement with other workers, checkpoints
 
     @property
     def seconds(self) -> float:
@@ -47,14 +44,10 @@ class Spent:
 class Call:
     """One call of the compiled training function, as `tfdist.Callback.on_call` is told of it."""
 
-    updates: int
-    """How many updates it made."""
-    examples: int
-    """How many examples these had, over all replicas."""
-    spent: Spent
-    """This worker's time since the last call of this epoch or its beginning."""
-    steady: bool
-    """Nothing was compiled in it."""
+    updates: int  # how many it made
+    examples: int  # of these updates, over all replicas
+    spent: Spent  # this worker's time since the last call of this epoch or its beginning
+    steady: bool  # nothing was compiled in it
     gradient_norm: float | None
     """The norm in its last update, before clipping and without regularisers; None unless a callback has
     `wants_gradient_norm = True`."""

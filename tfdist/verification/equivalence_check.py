@@ -42,8 +42,7 @@ ROUNDING_OF_HALF_PRECISION = {"float16": 5e-3, "bfloat16": 5e-2}
 MOST_ROUNDING = 1e-3  # where rounding alone makes more than this, the comparison is inconclusive
 NO_ROUNDING = 0.05
 """Relative change of a loss, metric or output that rounding never makes, if the same rows give the same again."""
-LARGE = 1e4
-"""Factor of gradients by which a step of the user's own is seen to clip those of some rows only."""
+LARGE = 1e4  # factor of gradients by which a step of the user's own is seen to clip those of some rows only
 _LARGE_GRADIENT = "the gradient of a large loss"
 _ACROSS_ROWS = 1e-3  # relative difference of a layer's outputs that is more than rounding
 _WRAPPERS = keras.layers.TFSMLayer, keras.layers.JaxLayer, keras.layers.FlaxLayer, keras.layers.TorchModuleWrapper
@@ -126,7 +125,7 @@ def _record_forward(step: Step, comparison: Comparison, persist: bool) -> None:
 
 def _trains_as_it_measures(step: Step) -> bool:
     """Returns whether no code of the user's own takes `training`: it could compute something else where it is false."""
-    if step.own_step("train") or step.own_step("test"):
+    if step.own_steps["train"] or step.own_steps["test"]:
         return False
     layers = keras_internals.flat_layers(step.model)
     if any(isinstance(layer, _WRAPPERS) for layer in layers):
@@ -140,33 +139,31 @@ class _Outcome(NamedTuple):
     """The same rows computed in both ways."""
 
     whole: ProbeResult
+    is_finite: bool
     noise: dict[str, float]  # relative differences that the order of the rows alone makes
     distances: dict[str, float]  # relative differences of the two ways
-    rounding: float  # relative difference that counts as none
+    limit: float  # relative difference that counts as none
+    is_conclusive: bool  # whether a difference would show in spite of rounding and random numbers
 
     @classmethod
     def of(cls, probe: EquivalenceProbe) -> _Outcome:
         """Computes the rows in both ways, and as a whole in the opposite order."""
-        whole, backwards, parts = probe.whole(), probe.whole(backwards=True), probe.in_parts()
+        whole, backwards, parts = probe.run(True), probe.run(True, backwards=True), probe.run(False)
         types = {layer.compute_dtype for layer in keras_internals.flat_layers(probe.model)}
         rounding = max(ROUNDING_OF_HALF_PRECISION.get(kind, ROUNDING) for kind in types)
         distances = whole.distance(parts)
         if probe.own_training:  # which may clip what is as large in other rows
-            whole_large, parts_large = probe.whole(factor=LARGE), probe.in_parts(factor=LARGE)
+            whole_large, parts_large = probe.run(True, factor=LARGE), probe.run(False, factor=LARGE)
             if whole_large.is_finite() and whole_large.gradient:
                 distances[_LARGE_GRADIENT] = whole_large.distance(parts_large)["the gradient"]
-        return cls(whole, whole.distance(backwards), distances, rounding)
-
-    @property
-    def is_conclusive(self) -> bool:
-        """Whether a difference would show in spite of rounding and random numbers."""
-        most = max(MOST_ROUNDING, 4 * self.rounding)
-        return self.whole.is_finite() and 20 * max(self.noise.values(), default=0.0) <= most
+        noise, finite = whole.distance(backwards), whole.is_finite()
+        most = 20 * max(noise.values(), default=0.0)
+        conclusive = finite and most <= max(MOST_ROUNDING, 4 * rounding)
+        return cls(whole, finite, noise, distances, max(rounding, most), conclusive)
 
     def disagreements(self) -> dict[str, float]:
         """Returns what differs by more than rounding."""
-        limit = max(self.rounding, 20 * max(self.noise.values(), default=0.0))
-        return {name: distance for name, distance in self.distances.items() if not distance <= limit}
+        return {name: distance for name, distance in self.distances.items() if not distance <= self.limit}
 
 
 def _compare_in_float64(step: Step, rows: tuple[Structure, ...], comparison: Comparison) -> _Outcome | None:
@@ -219,8 +216,8 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
             outcome = _Outcome.of(probe)
             if not outcome.is_conclusive:
                 outcome = _compare_in_float64(step, rows, comparison) or outcome
-            if not outcome.is_conclusive and outcome.whole.is_finite():
-                repeated = outcome.whole.distance(probe.whole(times=2))
+            if not outcome.is_conclusive and outcome.is_finite:
+                repeated = outcome.whole.distance(probe.run(True, times=2))
     except tf.errors.ResourceExhaustedError:
         _refuse_by_structure(step, [comparison])
         return False  # of which the first batch will say more
@@ -276,7 +273,7 @@ def _order_dependent(outcome: _Outcome, repeated: dict[str, float]) -> str:
 
 
 def _inconclusive_reason(outcome: _Outcome, repeated: dict[str, float]) -> str:
-    if not outcome.whole.is_finite():
+    if not outcome.is_finite:
         return "loss, metrics or gradient are not finite"
     # The state of layers moves on with each pass, random or not.
     if any(distance > ROUNDING for name, distance in repeated.items() if not name.startswith(STATE)):
@@ -311,7 +308,7 @@ def _message(
                 f"layers change: leave virtual_replicas out, {fix}"
             )
         return f"{start} {after}: add it up over the replicas (tf.distribute.get_replica_context()), {fix}"
-    own = "" if kind == "predict" else step.own_step(kind)
+    own = "" if kind == "predict" else step.own_steps[kind]
     if first == _LARGE_GRADIENT:
         return (
             f"{start}: {own} of {type(model).__name__} changes gradients by their size, as a clip does, before they "

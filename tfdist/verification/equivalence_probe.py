@@ -18,26 +18,21 @@ import tensorflow as tf
 from tfdist.checkpoints import training_state
 from tfdist.data.batch_layout import Batch, HostSlice, Layout, ReplicaBatch, host_slices
 from tfdist.data.structures import Structure
-from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, metrics, tracing
-from tfdist.step import evaluation, own_step
+from tfdist.keras_bridge import keras_internals, layer_state, metrics
+from tfdist.step import functions, own_step
 from tfdist.step.batch_loop import LogNames
-from tfdist.step.global_sums import global_sums
 from tfdist.step.replica import Replica
 from tfdist.step.step import Step
 
-STATE, METRIC, OUTPUT = "the variable", "metric", "output"
-"""Prefixes of the names of some values."""
+STATE, METRIC, OUTPUT = "the variable", "metric", "output"  # prefixes of the names of some values
 
 
 class ProbeResult(NamedTuple):
     """Numbers computed from some rows."""
 
-    values: dict[str, np.ndarray]
-    """Losses, logs, metrics, outputs and the state of layers, by their names in messages."""
-    gradient: list[np.ndarray]
-    """One array per weight that has one."""
+    values: dict[str, np.ndarray]  # losses, logs, metrics, outputs and the state of layers, by their names in messages
+    gradient: list[np.ndarray]  # one array per weight that has one
 
     def is_finite(self) -> bool:
         """Returns whether all but the outputs, which a model may mean to be infinite, are finite."""
@@ -82,24 +77,18 @@ def _relative(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
 class Comparison(NamedTuple):
     """Parts of a batch that are compared with one replica on the whole batch."""
 
-    kind: str
-    """Kind of computation: `train`, `test` or `predict`."""
-    parts: str
-    """`replicas`, `virtual replicas` or `micro-batches`."""
-    number: int
-    """Number of the parts."""
+    kind: str  # kind of computation: `train`, `test` or `predict`
+    parts: str  # `replicas`, `virtual replicas` or `micro-batches`
+    number: int  # number of the parts
 
     def __str__(self) -> str:
-        return (
-            f"{f'1 and {self.number}' if self.parts == 'replicas' else f'a batch and its {self.number}'} {self.parts}"
-        )
+        return f"{'1 and' if self.parts == 'replicas' else 'a batch and its'} {self.number} {self.parts}"
 
 
 class _Function(NamedTuple):
     """The compiled function of one of the two ways."""
 
-    call: Callable
-    """Given the order of the rows and the factor of gradients, it returns values and gradient."""
+    call: Callable  # given the order of the rows and the factor of gradients, it returns values and gradient
     others: list[tf.Variable]
     """Variables that it may write besides those of `_unchanged`: weights to train, which SpectralNormalization sets,
     and some outside of the model, such as the generator of all calls of keras.random without a seed."""
@@ -108,47 +97,32 @@ class _Function(NamedTuple):
 
 
 class EquivalenceProbe:
-    """Computes the same rows on one replica, and in the parts that share them.
-
-    Args:
-      step: of the model.
-      rows: (x, y, weight), as far as they are needed.
-      comparison: the parts.
-    """
+    """Computes the same rows, (x, y, weight) as far as needed, on one replica, and in the parts that share them."""
 
     def __init__(self, step: Step, rows: tuple[Structure, ...], comparison: Comparison):
         self._step, self._rows, self._comparison = step, rows, comparison
         self.model = step.model
         self._distribution = step.distribution
         self._training = comparison.kind == "train"
-        self._own = "" if comparison.kind == "predict" else step.own_step(comparison.kind)
-        self.own_training = bool(self._own) and self._training
-        """Whether the model makes an update by a step of its own."""
+        self._own = "" if comparison.kind == "predict" else step.own_steps[comparison.kind]
+        self.own_training = bool(self._own) and self._training  # whether a step of its own makes an update
         available = int(keras.tree.flatten(rows)[0].shape[0])
         self._count = available - (available % comparison.number == 0)
         if self._distribution.static_shapes and self._own:  # which must see no filler
             self._count = available - available % self._distribution.replicas or available
-        self.adding: list[str] = []
-        """The layers that call `add_loss`."""
-        self.computed_whole = False
-        """Whether one replica has computed all rows."""
+        self.adding: list[str] = []  # the layers that call `add_loss`
+        self.computed_whole = False  # whether one replica has computed all rows
+        self._gathered = training_state.gathered_variables(self.model)
         self._compiled: dict[bool, _Function] = {}
 
-    def whole(self, backwards: bool = False, times: int = 1, factor: float = 1.0) -> ProbeResult:
-        """Computes all rows on every replica, as if it were the only one.
+    def run(self, whole: bool, backwards: bool = False, times: int = 1, factor: float = 1.0) -> ProbeResult:
+        """Computes all rows on every replica, as if it were the only one, or in the parts that share them.
 
         Args:
           backwards: whether in the opposite order.
           times: returns the last of so many results, for which random generators have moved on.
           factor: of the gradients that a step of the user's own is given.
         """
-        return self._run(True, backwards, times, factor)
-
-    def in_parts(self, factor: float = 1.0) -> ProbeResult:
-        """Computes the rows in the parts that share them."""
-        return self._run(False, False, 1, factor)
-
-    def _run(self, whole: bool, backwards: bool, times: int, factor: float) -> ProbeResult:
         order = tf.range(self._count)[::-1] if backwards else tf.range(self._count)
         before: list[tuple[tf.Variable, np.ndarray]] = []
         try:
@@ -160,7 +134,8 @@ class EquivalenceProbe:
                         self._step.reset()
                     values, gradient = function.call(order, tf.constant(factor))
                 if self._comparison.parts != "micro-batches":  # see _kept
-                    values |= {f"{STATE} {_name(v)!r}": tf.convert_to_tensor(v) for v in function.foreign}
+                    for variable in function.foreign:
+                        values[f"{STATE} {_name(variable)!r}"] = tf.convert_to_tensor(variable)
         finally:
             for variable, value in before:
                 variable.assign(value)
@@ -175,7 +150,7 @@ class EquivalenceProbe:
             return self._compiled[whole]
         model = self.model
         call = tf.function(self._traced(whole), autograph=False)
-        trained = [] if self._own else [c for v in model.trainable_variables for c in training_state.copies(v)]
+        trained = [] if self._own else [c for v in model.trainable_variables for c in keras_internals.copies(v)]
         foreign: list[tf.Variable] = []
         if tf.config.functions_run_eagerly():
             others = trained
@@ -183,28 +158,25 @@ class EquivalenceProbe:
             # As in a training, the graph does not know how many rows there are, unless all shapes must be known: Keras
             # takes what has one column and as many rows as another tensor has columns for a bias (keras.ops.add).
             rows = self._count if self._distribution.static_shapes else None
-            with keras_internals.noting_writes() as writes:
+            with layer_state.noting_writes() as writes:
                 call = call.get_concrete_function(tf.TensorSpec([rows], tf.int32), tf.TensorSpec([], tf.float32))
-            known = {id(c) for v in [*model.variables, *model.metrics_variables] for c in training_state.copies(v)}
+            own_writes = layer_state.foreign(model, writes)
+            known = {id(c) for v in [*model.variables, *model.metrics_variables] for c in keras_internals.copies(v)}
             others = [v for v in call.graph.variables if id(v) not in known]
             others += _writable(call.graph, trained)
-            for write in layer_state.foreign(model, writes):
+            for write in own_writes:
                 if len(write.threads) > 1:
-                    raise self._shared(write.variable)
+                    step = {"train": "training", "test": "evaluation", "predict": "prediction"}[self._comparison.kind]
+                    raise UserError(
+                        f"the {step} step writes the variable {_name(write.variable)!r}, which belongs to no layer of "
+                        f"the model, once for each of {self._distribution.replicas} replicas",
+                        "create it in a layer with add_weight, or at least within the distribution's scope, or accept "
+                        "it with --check_agreement=off",
+                    )
                 foreign.append(write.variable)
             others += [v for v in foreign if all(v is not other for other in others)]
         self._compiled[whole] = _Function(call, others, foreign)
         return self._compiled[whole]
-
-    def _shared(self, variable: tf.Variable) -> UserError:
-        """Returns the error of a variable outside of the model that each replica of this worker writes."""
-        step = {"train": "training", "test": "evaluation", "predict": "prediction"}[self._comparison.kind]
-        return UserError(
-            f"the {step} step writes the variable {_name(variable)!r}, which belongs to no layer of the model, once "
-            f"for each of {self._distribution.replicas} replicas",
-            "create it in a layer with add_weight, or at least within the distribution's scope, or accept it with "
-            "--check_agreement=off",
-        )
 
     def _layout(self, whole: bool) -> Layout:
         comparison, distribution = self._comparison, self._distribution
@@ -224,10 +196,12 @@ class EquivalenceProbe:
         model, distribution, comparison = self.model, self._distribution, self._comparison
         replica, single = self._step.replica, whole or comparison.parts == "micro-batches"
         if single:
-            bare, replica = replica.bare, Replica(model, _single(distribution), jit=False)
+            one_device = distribution.devices[:1]  # with sums that are the identity
+            same = dict[str, Any](replicas=1, devices=one_device, all_sum=lambda tensors: tensors, replica_id=lambda: 0)
+            bare, replica = replica.bare, Replica(model, dataclasses.replace(distribution, **same), jit=False)
             replica.bare = bare
         layout = self._layout(whole)
-        predicted = evaluation.prediction_step(replica, layout) if comparison.kind == "predict" else None
+        predicted = functions.prediction_step(replica, layout) if comparison.kind == "predict" else None
 
         def one(taken: HostSlice | tf.Tensor) -> Any:
             batch = taken if isinstance(taken, HostSlice) else Batch(self._rows, taken, tf.size(taken))
@@ -238,7 +212,8 @@ class EquivalenceProbe:
                     metric.reset_state()
             values, gradient = (self._own_step if self._own else self._compiled_pass)(replica, layout, batch)
             if single:
-                values.update(_named(metrics.of_replica(model, bool(self._own))))
+                results = metrics.of_replica(model, bool(self._own))
+                values.update({f"{METRIC} {name!r}": value for name, value in results.items()})
             values.update(self._kept(replica))
             return values, gradient
 
@@ -256,29 +231,26 @@ class EquivalenceProbe:
                     changes.enter_context(keras_internals.scaled_gradients(factor))
                 # Of a batch that is taken apart on one replica, too, BatchNorm would normalize each part.
                 apart = comparison.parts != "replicas" and self._training
-                changes.enter_context(tracing.inference_only(model, batch_norm.batch_norms(model) if apart else ()))
+                others = keras_internals.batch_norms(model) if apart else ()
+                changes.enter_context(layer_state.inference_only(model, others))
                 results = distribution.run(one, (of_replicas,))
             if comparison.kind == "predict":
                 outputs = keras.tree.map_structure(first, results) if single else None
-                outputs = evaluation.joined(distribution, layout, results) if outputs is None else outputs
-                return {f"{OUTPUT} {name}": o for name, o in self._output_names(outputs)}, []
+                outputs = functions.joined(distribution, layout, results) if outputs is None else outputs
+                leaves, names = keras.tree.flatten(outputs), getattr(model, "output_names", None) or []
+                labels = [repr(name) for name in names] if len(names) == len(leaves) else range(len(leaves))
+                return {f"{OUTPUT} {label}": leaf for label, leaf in zip(labels, leaves)}, []
             values, gradient = results
             values, gradient = {n: first(v) for n, v in values.items()}, [first(g) for g in gradient]
             if not single:
-                values.update(_named(metrics.results(model, distribution, bool(self._own))))
+                results = metrics.results(model, distribution, bool(self._own))
+                values.update({f"{METRIC} {name!r}": value for name, value in results.items()})
             return values, gradient
 
         return call
 
-    def _output_names(self, outputs: Structure) -> list[tuple[str, tf.Tensor]]:
-        """Returns the outputs with their names in messages: Keras' names, or their number."""
-        leaves = keras.tree.flatten(outputs)
-        names = getattr(self.model, "output_names", None) or []
-        labels = [repr(name) for name in names] if len(names) == len(leaves) else map(str, range(len(leaves)))
-        return list(zip(labels, leaves))
-
     def _compiled_pass(self, replica: Replica, layout: Layout, batch: ReplicaBatch) -> tuple[dict, list[tf.Tensor]]:
-        sums = global_sums(replica, layout, batch, replica.count(layout, batch), self._training).sums
+        sums, *_ = functions.global_sums(replica, layout, batch, self._training)
         values = sums.by_term()
         if "add_loss" in values:
             self.adding = keras_internals.adding_losses(self.model)
@@ -294,15 +266,13 @@ class EquivalenceProbe:
         model = self.model
         if self._comparison.parts == "micro-batches":
             return {}
-        alike = (
-            [*layer_state.fixed_variables(model), *model.trainable_variables] if self._training and self._own else []
-        )
-        gathered = training_state.gathered_variables(model)
-        means = [tf.cast(tf.convert_to_tensor(v.value), replica.totals) for v in gathered]
+        means = [tf.cast(tf.convert_to_tensor(v.value), replica.totals) for v in self._gathered]
         if means:  # TensorFlow cannot reduce nothing
             means = replica.distribution.all_sum(means)
-        kept = {v.path: total / replica.distribution.replicas for v, total in zip(gathered, means)}
-        kept.update({v.path: tf.convert_to_tensor(v.value) for v in alike})
+        kept = {v.path: total / replica.distribution.replicas for v, total in zip(self._gathered, means)}
+        if self._training and self._own:
+            alike = [*keras_internals.fixed_variables(model), *model.trainable_variables]
+            kept.update({v.path: tf.convert_to_tensor(v.value) for v in alike})
         return {f"{STATE} {path!r}": value for path, value in kept.items()}
 
     def _own_step(self, replica: Replica, layout: Layout, batch: ReplicaBatch) -> tuple[dict, list[tf.Tensor]]:
@@ -314,13 +284,11 @@ class EquivalenceProbe:
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Restores, on every replica, all that a step may write; optimizers do nothing in it.
-
-        Python's and NumPy's own generators are restored, too.
-        """
+        """Restores, on every replica, all that a step may write, and the generators of Python and NumPy."""
         model = self.model
-        frozen = set() if self._own else {id(v) for v in layer_state.fixed_variables(model)}  # which may be gigabytes
-        written = model.variables if self._own else model.non_trainable_variables
+        written, frozen = model.variables, set[int]()
+        if not self._own:  # what is frozen may be gigabytes
+            written, frozen = model.non_trainable_variables, {*map(id, keras_internals.fixed_variables(model))}
         variables = {id(v): v for v in [*written, *model.metrics_variables] if id(v) not in frozen}
         of_numpy, of_python = np.random.get_state(), random.getstate()
         try:
@@ -331,8 +299,7 @@ class EquivalenceProbe:
             random.setstate(of_python)
 
 
-_READING = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
-"""Operations that only read their variable."""
+_READING = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}  # that only read their variable
 
 
 def _writable(graph: tf.Graph, variables: list[tf.Variable]) -> list[tf.Variable]:
@@ -347,18 +314,3 @@ def _writable(graph: tf.Graph, variables: list[tf.Variable]) -> list[tf.Variable
 
 def _name(variable: tf.Variable) -> str:
     return variable.name.partition(":")[0]
-
-
-def _named(results: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    return {f"{METRIC} {name!r}": value for name, value in results.items()}
-
-
-def _single(distribution: Distribution) -> Distribution:
-    """Returns the same with one replica, and sums that are the identity."""
-    return dataclasses.replace(
-        distribution,
-        replicas=1,
-        devices=distribution.devices[:1],
-        all_sum=lambda tensors: tensors,
-        replica_id=lambda: 0,
-    )

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import TrainingError
-from tfdist.keras_bridge import layer_state, preconditions
+from tfdist.keras_bridge import keras_internals, preconditions
 
 EVERY = 1000  # updates between two comparisons
 _BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
@@ -46,7 +46,7 @@ class ReplicaSyncCheck:
         """Compares; all workers call this. The TrainingError names the first variable that differs, and where."""
         if self._distribution.replicas == 1:
             return
-        variables = [*model.trainable_variables, *layer_state.fixed_variables(model)]
+        variables = [*model.trainable_variables, *keras_internals.fixed_variables(model)]
         if self._optimizers:
             variables += [v for optimizer in preconditions.optimizers(model) for v in optimizer.variables]
         local = [sums.numpy().tolist() for sums in self._checksums(variables)]

@@ -49,7 +49,7 @@ def digest(roots: Iterable[object]) -> str:
     if not modules:
         return ""
     packages = {_package(name) for name in modules}
-    files = {name: file for name, module in list(sys.modules.items()) if (file := _file(module))}
+    files = {name: file for name, module in list(sys.modules.items()) if (file := getattr(module, "__file__", None))}
     for name in modules:
         if name not in files:
             raise OSError(f"the source of {name} is not in a file")
@@ -61,10 +61,6 @@ def digest(roots: Iterable[object]) -> str:
 
 def _package(module: str) -> str:
     return module.partition(".")[0]
-
-
-def _file(module: object) -> str:
-    return getattr(module, "__file__", None) or ""
 
 
 _FOLDERS = (str(pathlib.Path(tfdist.__file__).parent), *map(sysconfig.get_path, ("stdlib", "platstdlib")))

@@ -13,7 +13,7 @@ import pathlib
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -42,14 +42,6 @@ class Difference:
     scale: float  # max |a| in that variable
     variables: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Each variable's part of the distance: the squares add up to its square."""
-
-
-class _CheckpointReader(Protocol):
-    """What `tf.train.load_checkpoint` returns."""
-
-    def get_tensor(self, name: str) -> np.ndarray: ...
-
-    def get_variable_to_shape_map(self) -> dict[str, list[int]]: ...
 
 
 def tolerance(precision: str, reduce_dtype: str) -> float:
@@ -119,7 +111,7 @@ def reasons_to_differ(folder: pathlib.Path, replicas: int) -> list[str]:
     return reasons
 
 
-def _reader(folder: pathlib.Path) -> _CheckpointReader:
+def _reader(folder: pathlib.Path) -> Any:
     """Returns a reader of the newest checkpoint in a run folder; raises ValueError if none can be read."""
     try:
         path = files.newest_first(folder / "checkpoints")[0]
@@ -134,13 +126,13 @@ def _reader(folder: pathlib.Path) -> _CheckpointReader:
     return tf.train.load_checkpoint(str(path / files.TENSORS))
 
 
-def _names(reader: _CheckpointReader) -> dict[str, str]:
+def _names(reader: Any) -> dict[str, str]:
     """Returns the name of each variable of the model, by its place in it, which is the same in all runs."""
     matches = filter(None, (_NAME.fullmatch(name) for name in reader.get_variable_to_shape_map()))
     return {f"{m[1]}/model/{m[2]}": m[3] for m in sorted(matches, key=lambda m: (m[1] != "shared", m[2]))}
 
 
-def _values(reader: _CheckpointReader, place: str, name: str) -> np.ndarray:
+def _values(reader: Any, place: str, name: str) -> np.ndarray:
     """Returns a variable in float64; the mean of one that each replica has for itself, as a saved model has it."""
     value = np.asarray(reader.get_tensor(f"{place}/{name}")).astype(np.float64)
     return value.mean(0) if place.startswith("replicas") else value
