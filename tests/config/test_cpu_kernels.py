@@ -24,18 +24,15 @@ def avx2(monkeypatch):
     monkeypatch.setattr(cpu_kernels, "instruction_sets", lambda: ("AVX2",))
 
 
-@pytest.mark.parametrize(
-    "kernels, value, asked",
-    [
-        ("auto", None, "1"),
-        ("auto", "", "1"),
-        ("auto", "0", "0"),
-        ("auto", "False", "False"),
-        ("auto", "1", "1"),
-        ("eigen", "1", "0"),
-        ("onednn", "0", "1"),
-    ],
-)
+@pytest.mark.parametrize("kernels, value, asked", [
+    ("auto", None, "1"),
+    ("auto", "", "1"),
+    ("auto", "0", "0"),
+    ("auto", "False", "False"),
+    ("auto", "1", "1"),
+    ("eigen", "1", "0"),
+    ("onednn", "0", "1"),
+])  # fmt: skip
 def test_what_is_asked_for(avx2, kernels, value, asked):
     environ = {} if value is None else {cpu_kernels.VARIABLE: value}
     cpu_kernels.ask_for(kernels, environ)

@@ -31,14 +31,11 @@ def test_it_lists_them_without_tensorflow(run, tmp_path):
     assert all(f"  python -m tfdist.{name} " in done.stdout for name in COMMANDS)
 
 
-@pytest.mark.parametrize(
-    "argument, message",
-    [
-        ("trian", "unexpected argument 'trian' for python -m tfdist: did you mean 'train'?"),
-        ("train", "unexpected argument 'train': write python -m tfdist.train"),
-        ("--devices=all", "unexpected argument '--devices=all' for python -m tfdist: known are train, "),
-    ],
-)
+@pytest.mark.parametrize("argument, message", [
+    ("trian", "unexpected argument 'trian' for python -m tfdist: did you mean 'train'?"),
+    ("train", "unexpected argument 'train': write python -m tfdist.train"),
+    ("--devices=all", "unexpected argument '--devices=all' for python -m tfdist: known are train, "),
+])  # fmt: skip
 def test_anything_else_is_refused(argument, message, run):
     done = run("tfdist", argument)
     assert (done.returncode, done.stdout) == (2, "") and message in done.stderr

@@ -79,14 +79,11 @@ def test_both_ways_to_write_a_flag():
     ]
 
 
-@pytest.mark.parametrize(
-    "flag, value, message",
-    [
-        ("config", "digit_mlp", "or one that comes with tfdist: did you mean 'digits_mlp'? Known are cifar10_resnet, "),
-        ("config", "digit_mlp:a", "--config=digit_mlp does not exist: give the path of a Python file with get_conf"),
-        ("flagfile", "cpu", "--flagfile=cpu does not exist: give the path of a file with a flag on each line, or one"),
-    ],
-)
+@pytest.mark.parametrize("flag, value, message", [
+    ("config", "digit_mlp", "or one that comes with tfdist: did you mean 'digits_mlp'? Known are cifar10_resnet, "),
+    ("config", "digit_mlp:a", "--config=digit_mlp does not exist: give the path of a Python file with get_conf"),
+    ("flagfile", "cpu", "--flagfile=cpu does not exist: give the path of a file with a flag on each line, or one"),
+])  # fmt: skip
 def test_a_name_that_nothing_has(flag, value, message):
     with pytest.raises(UserError) as caught:
         config_files.path_of(flag, value)

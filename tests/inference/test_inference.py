@@ -346,19 +346,14 @@ def spec(**changes):
     )
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(shape=(9, 9, 3)), "data.name='digits' has inputs of shape [9, 9, 3], the model was trained on [8, 8, 1]"),
-        (dict(dtype="float32"), "has inputs of type float32, the model was trained on uint8"),
-        (
-            dict(names=("cat", "cow")),
-            "has other classes than the model was trained on ('cow' is a class of only one of them)",
-        ),
-        (dict(names=("dog", "cat")), "(they are in another order)"),
-        (dict(names=(), classes=3), "has 3 classes, the model was trained on 2"),
-    ],
-)
+@pytest.mark.parametrize("changes, message", [
+    (dict(shape=(9, 9, 3)), "data.name='digits' has inputs of shape [9, 9, 3], the model was trained on [8, 8, 1]"),
+    (dict(dtype="float32"), "has inputs of type float32, the model was trained on uint8"),
+    (dict(names=("cat", "cow")),
+     "has other classes than the model was trained on ('cow' is a class of only one of them)"),
+    (dict(names=("dog", "cat")), "(they are in another order)"),
+    (dict(names=(), classes=3), "has 3 classes, the model was trained on 2"),
+])  # fmt: skip
 def test_data_that_the_model_was_not_trained_for(changes, message):
     compatibility.check_data(config.Experiment(), spec(), spec())
     compatibility.check_data(config.Experiment(), spec(names=(), classes=1), spec())
@@ -426,18 +421,15 @@ def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):
         compatibility.for_own_loss(loaded, None, "m.keras")
 
 
-@pytest.mark.parametrize(
-    "loss, rows",
-    [
-        (keras.losses.CategoricalFocalCrossentropy(), True),
-        ("CategoricalCrossentropy", True),
-        ("kl_divergence", True),
-        ("mse", True),
-        ("sparse_categorical_crossentropy", False),
-        (lambda y, p: p[:, 0], False),
-        (["mse"], False),
-    ],
-)
+@pytest.mark.parametrize("loss, rows", [
+    (keras.losses.CategoricalFocalCrossentropy(), True),
+    ("CategoricalCrossentropy", True),
+    ("kl_divergence", True),
+    ("mse", True),
+    ("sparse_categorical_crossentropy", False),
+    (lambda y, p: p[:, 0], False),
+    (["mse"], False),
+])  # fmt: skip
 def test_the_loss_of_a_file_says_what_targets_it_wants(loss, rows):
     from tfdist.data.loaded import Loaded
     from tfdist.data.sources import Arrays
@@ -617,13 +609,10 @@ for arguments in json.load(open("arguments.json")):
         assert message in line
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ([], "--output is missing: give a name that ends in .csv or .jsonl, or - for standard output"),
-        (["--output=p.txt"], "--output=p.txt is of no kind that is known: give a name"),
-    ],
-)
+@pytest.mark.parametrize("flags, message", [
+    ([], "--output is missing: give a name that ends in .csv or .jsonl, or - for standard output"),
+    (["--output=p.txt"], "--output=p.txt is of no kind that is known: give a name"),
+])  # fmt: skip
 def test_predict_wants_a_file(flags, message, run):
     done = run("tfdist.predict", "--workdir=run", *flags)
     assert done.returncode == 2 and done.stderr.startswith(f"tfdist: error: {message}") and done.stderr.count("\n") == 1

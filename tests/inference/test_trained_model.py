@@ -47,14 +47,11 @@ def test_bytes_and_none_survive():
     assert spec_file.made(json.loads(json.dumps(spec_file.plain(odd)))) == odd
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("{", "JSONDecodeError"),
-        ('{"format": 2, "spec": {}}', "it has format 2, and this tfdist reads 1"),
-        ('{"format": 1, "spec": {"colour": 3}}', "KeyError: 'colour'"),
-    ],
-)
+@pytest.mark.parametrize("text, message", [
+    ("{", "JSONDecodeError"),
+    ('{"format": 2, "spec": {}}', "it has format 2, and this tfdist reads 1"),
+    ('{"format": 1, "spec": {"colour": 3}}', "KeyError: 'colour'"),
+])  # fmt: skip
 def test_a_description_that_cannot_be_used(text, message, tmp_path):
     assert spec_file.read(tmp_path) is None
     (tmp_path / "data.json").write_text(text)
@@ -112,14 +109,11 @@ def test_several_rollbacks_to_one_checkpoint_stay_recorded(tmp_path):
     assert later.rollbacks == recorder.rollbacks
 
 
-@pytest.mark.parametrize(
-    "name, cache, advice",
-    [
-        ("mine:data", "auto", "make the pipeline of mine:data parallel (num_parallel_calls), or return arrays"),
-        ("digits", "auto", "--config.data.cache=memory keeps the decoded examples, if they fit; else more CPU cores"),
-        ("digits", "memory", "use more CPU cores for it (--threads)"),
-    ],
-)
+@pytest.mark.parametrize("name, cache, advice", [
+    ("mine:data", "auto", "make the pipeline of mine:data parallel (num_parallel_calls), or return arrays"),
+    ("digits", "auto", "--config.data.cache=memory keeps the decoded examples, if they fit; else more CPU cores"),
+    ("digits", "memory", "use more CPU cores for it (--threads)"),
+])  # fmt: skip
 def test_advice_for_slow_data(name, cache, advice):
     e = config.Experiment()
     e.data.name, e.data.cache = name, cache

@@ -47,17 +47,13 @@ def families():
 
 
 @pytest.mark.parametrize("family", [family for family, _ in families()])
-@pytest.mark.parametrize(
-    "spec, to_pixels",
-    [
-        (Spec((6, 5, 3), "uint8", 2, 255.0), 1.0),
-        (Spec((6, 5, 3), "uint8", 2, 16.0), 255 / 16),
-        (Spec((6, 5, 3), "float32", 2, 255.0), 1.0),
-        (Spec((6, 5, 3), "float32", 2, 1.0), 255.0),
-        (Spec((6, 5, 1), "uint8", 2, 255.0), 1.0),
-    ],
-    ids=["bytes", "up to 16", "float pixels", "fractions", "grey"],
-)
+@pytest.mark.parametrize("spec, to_pixels", [
+    (Spec((6, 5, 3), "uint8", 2, 255.0), 1.0),
+    (Spec((6, 5, 3), "uint8", 2, 16.0), 255 / 16),
+    (Spec((6, 5, 3), "float32", 2, 255.0), 1.0),
+    (Spec((6, 5, 3), "float32", 2, 1.0), 255.0),
+    (Spec((6, 5, 1), "uint8", 2, 255.0), 1.0),
+], ids=["bytes", "up to 16", "float pixels", "fractions", "grey"])  # fmt: skip
 def test_pixels_are_what_preprocess_input_gives(family, spec, to_pixels):
     """Keras' own function is the independent answer."""
     image = keras.Input(spec.shape, dtype=spec.dtype)

@@ -199,18 +199,15 @@ def ends(spec, activation=None, units=5, inner=False):
     return keras.Sequential([keras.Input(spec.shape, dtype=spec.dtype), model]) if inner else model
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ("activation=softmax", "ends with softmax, and tfdist's own loss takes logits: leave that activation out"),
-        ("activation=softmax, inner=True", "ends with softmax"),
-        ("activation=layer", "ends with softmax"),
-        ("activation=sigmoid", "ends with sigmoid"),
-        ("units=4", "has 4 outputs, the data 5 classes: give it as many"),
-        ("units=6", ""),
-        ("activation=opaque", ""),
-    ],
-)
+@pytest.mark.parametrize("options, message", [
+    ("activation=softmax", "ends with softmax, and tfdist's own loss takes logits: leave that activation out"),
+    ("activation=softmax, inner=True", "ends with softmax"),
+    ("activation=layer", "ends with softmax"),
+    ("activation=sigmoid", "ends with sigmoid"),
+    ("units=4", "has 4 outputs, the data 5 classes: give it as many"),
+    ("units=6", ""),
+    ("activation=opaque", ""),
+])  # fmt: skip
 def test_what_is_no_logits(options, message):
     """tfdist's own loss would train probabilities worse, without a word."""
     model = built("test_pretrained:ends", options)
@@ -255,15 +252,12 @@ def test_files_that_cannot_be_loaded(tmp_path):
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text, trained",
-    [
-        ("!head", {"head"}),
-        ("stem*, block1_*, block2_*", {"block3_1_1_conv", "block3_1_1_bn", "block3_1_2_conv", "block3_1_2_bn", "head"}),
-        ("block*, !block3_1_2*", {"stem_conv", "stem_bn", "block3_1_2_conv", "block3_1_2_bn", "head"}),
-        ("!head, !stem_conv", {"head", "stem_conv"}),
-    ],
-)
+@pytest.mark.parametrize("text, trained", [
+    ("!head", {"head"}),
+    ("stem*, block1_*, block2_*", {"block3_1_1_conv", "block3_1_1_bn", "block3_1_2_conv", "block3_1_2_bn", "head"}),
+    ("block*, !block3_1_2*", {"stem_conv", "stem_bn", "block3_1_2_conv", "block3_1_2_bn", "head"}),
+    ("!head, !stem_conv", {"head", "stem_conv"}),
+])  # fmt: skip
 def test_freeze(text, trained, said):
     model = built(freeze=text)
     assert {v.path.split("/")[0] for v in model.trainable_variables} == trained

@@ -94,17 +94,14 @@ def test_what_has_nothing_to_do_with_memory(find):
     assert answer.end == "its process ended with code -6 before it had tried one"
 
 
-@pytest.mark.parametrize(
-    "lines, code, late, expected",
-    [
-        ([], 1, False, (0, 0)),
-        (['{"trying": 16}'], -9, False, (0, 16)),
-        (['{"trying": 16}'], -9, True, (0, 0)),
-        (['{"trying": 16}', '{"fits": 16, "peak": 7}', '{"trying": 32}', "rubbish"], -9, False, (16, 32)),
-        (['{"trying": 16}', '{"fits": 16, "peak": 7}', '{"trying": 32}', '{"too_many": 32}'], 0, False, (16, 32)),
-        (['{"trying": 16}', '{"fits": 16, "peak": 7}', '{"ended": true}'], 0, False, (16, 0)),
-    ],
-)
+@pytest.mark.parametrize("lines, code, late, expected", [
+    ([], 1, False, (0, 0)),
+    (['{"trying": 16}'], -9, False, (0, 16)),
+    (['{"trying": 16}'], -9, True, (0, 0)),
+    (['{"trying": 16}', '{"fits": 16, "peak": 7}', '{"trying": 32}', "rubbish"], -9, False, (16, 32)),
+    (['{"trying": 16}', '{"fits": 16, "peak": 7}', '{"trying": 32}', '{"too_many": 32}'], 0, False, (16, 32)),
+    (['{"trying": 16}', '{"fits": 16, "peak": 7}', '{"ended": true}'], 0, False, (16, 0)),
+])  # fmt: skip
 def test_what_a_child_says(lines, code, late, expected):
     answer = batch_size_search._parsed(lines, code, late)
     assert (answer.fits, answer.too_many) == expected

@@ -172,19 +172,16 @@ def test_stream_and_memory_hold_the_same_data(run, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "text, updates",
-    [
-        ("7", 7),
-        ("7 steps", 7),
-        ("1 step", 1),
-        ("2 epochs", 60),
-        ("0.5 epoch", 15),
-        ("480 examples", 10),
-        ("5%", 15),
-        ("0%", 0),
-    ],
-)
+@pytest.mark.parametrize("text, updates", [
+    ("7", 7),
+    ("7 steps", 7),
+    ("1 step", 1),
+    ("2 epochs", 60),
+    ("0.5 epoch", 15),
+    ("480 examples", 10),
+    ("5%", 15),
+    ("0%", 0),
+])  # fmt: skip
 def test_durations(text, updates):
     assert schedule.duration("x", text, per_epoch=30, batch=48, updates=300) == updates
 
