@@ -48,31 +48,22 @@ def test_node(environ, expected):
     assert env_vars.platform_node(environ) == expected
 
 
-@pytest.mark.parametrize(
-    "environ, message",
-    [
-        (env("PET_NNODES=2"), "PET_NODE_RANK and PET_MASTER_ADDR are not set beside PET_NNODES=2"),
-        (KUBEFLOW | {"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is an elastic job, whose number of nodes changes: give one"),
-        (KUBEFLOW | {"PET_NODE_RANK": "2"}, "PET_NODE_RANK=2 is outside PET_NNODES=2"),
-        (KUBEFLOW | {"PET_NPROC_PER_NODE": "many"}, "PET_NPROC_PER_NODE=many is not a whole number of at least 1"),
-        (env("SM_HOSTS=[]"), "SM_CURRENT_HOST is not set beside SM_HOSTS=[]"),
-        (env("SM_CURRENT_HOST=a", SM_HOSTS="a, b"), "SM_HOSTS=a, b is not a JSON list of host names"),
-        (env("SM_CURRENT_HOST=a", SM_HOSTS="[" * 100_000), f"SM_HOSTS={'[' * 100} is not a JSON list of host names"),
-        (env("SM_CURRENT_HOST=a SM_HOSTS=[1]"), "SM_HOSTS=[1] is not a JSON list of host names"),
-        (
-            SAGEMAKER | {"SM_CURRENT_HOST": "algo-3"},
-            "SM_CURRENT_HOST=algo-3 is none of SM_HOSTS: algo-1, algo-2, algo-10",
-        ),
-        (env("SKYPILOT_NODE_RANK=0"), "SKYPILOT_NODE_IPS is not set beside SKYPILOT_NODE_RANK=0"),
-        (SKYPILOT | {"SKYPILOT_NODE_RANK": "2"}, "SKYPILOT_NODE_RANK=2 is outside SKYPILOT_NODE_IPS=2"),
-        (SKYPILOT | {"SKYPILOT_NODE_IPS": "a b/c"}, "SKYPILOT_NODE_IPS=b/c is not a host name"),
-        (DLC | {"RANK": "2"}, "RANK=2 is outside WORLD_SIZE=2"),
-        (
-            SAGEMAKER | MLP,
-            "this is node 1 of 2 by MLP_WORKER_NUM and node 1 of 3 by SM_HOSTS: unset MLP_WORKER_NUM, or",
-        ),
-    ],
-)
+@pytest.mark.parametrize("environ, message", [
+    (env("PET_NNODES=2"), "PET_NODE_RANK and PET_MASTER_ADDR are not set beside PET_NNODES=2"),
+    (KUBEFLOW | {"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is an elastic job, whose number of nodes changes: give one"),
+    (KUBEFLOW | {"PET_NODE_RANK": "2"}, "PET_NODE_RANK=2 is outside PET_NNODES=2"),
+    (KUBEFLOW | {"PET_NPROC_PER_NODE": "many"}, "PET_NPROC_PER_NODE=many is not a whole number of at least 1"),
+    (env("SM_HOSTS=[]"), "SM_CURRENT_HOST is not set beside SM_HOSTS=[]"),
+    (env("SM_CURRENT_HOST=a", SM_HOSTS="a, b"), "SM_HOSTS=a, b is not a JSON list of host names"),
+    (env("SM_CURRENT_HOST=a", SM_HOSTS="[" * 100_000), f"SM_HOSTS={'[' * 100} is not a JSON list of host names"),
+    (env("SM_CURRENT_HOST=a SM_HOSTS=[1]"), "SM_HOSTS=[1] is not a JSON list of host names"),
+    (SAGEMAKER | {"SM_CURRENT_HOST": "algo-3"}, "SM_CURRENT_HOST=algo-3 is none of SM_HOSTS: algo-1, algo-2, algo-10"),
+    (env("SKYPILOT_NODE_RANK=0"), "SKYPILOT_NODE_IPS is not set beside SKYPILOT_NODE_RANK=0"),
+    (SKYPILOT | {"SKYPILOT_NODE_RANK": "2"}, "SKYPILOT_NODE_RANK=2 is outside SKYPILOT_NODE_IPS=2"),
+    (SKYPILOT | {"SKYPILOT_NODE_IPS": "a b/c"}, "SKYPILOT_NODE_IPS=b/c is not a host name"),
+    (DLC | {"RANK": "2"}, "RANK=2 is outside WORLD_SIZE=2"),
+    (SAGEMAKER | MLP, "this is node 1 of 2 by MLP_WORKER_NUM and node 1 of 3 by SM_HOSTS: unset MLP_WORKER_NUM, or"),
+])  # fmt: skip
 def test_what_makes_no_sense(environ, message):
     with pytest.raises(UserError) as caught:
         env_vars.platform_node(environ)

@@ -41,24 +41,17 @@ def test_no_driver(monkeypatch):
     assert gpus.survey() == gpus.Survey()
 
 
-@pytest.mark.parametrize(
-    "body, problem",
-    [
-        (
-            printing("NVIDIA-SMI has failed because it could not communicate with the driver.", 9),
-            "failed with code 9: NVIDIA-SMI has",
-        ),
-        (
-            printing("Unable to determine the device handle for GPU 0000:3B:00.0: GPU is lost."),
-            "is not a GPU: Unable to determine",
-        ),
-        (printing("No devices were found"), ""),
-        (printing("No devices were found", 6), "failed with code 6: No devices were found"),
-        ("exit 127", "failed with code 127: no message"),
-        ("printf '\\033[2J\\t<b>%4000d\\n%4000d' 1 2; exit 9", r"nvidia-smi failed with code 9: \x1b[2J <b> 1; 2"),
-        ("printf '\\033[2J\\n'; seq 4000", r"is not a GPU: \x1b[2J; 1; 2; 3; 4; "),
-    ],
-)
+@pytest.mark.parametrize("body, problem", [
+    (printing("NVIDIA-SMI has failed because it could not communicate with the driver.", 9),
+     "failed with code 9: NVIDIA-SMI has"),
+    (printing("Unable to determine the device handle for GPU 0000:3B:00.0: GPU is lost."),
+     "is not a GPU: Unable to determine"),
+    (printing("No devices were found"), ""),
+    (printing("No devices were found", 6), "failed with code 6: No devices were found"),
+    ("exit 127", "failed with code 127: no message"),
+    ("printf '\\033[2J\\t<b>%4000d\\n%4000d' 1 2; exit 9", r"nvidia-smi failed with code 9: \x1b[2J <b> 1; 2"),
+    ("printf '\\033[2J\\n'; seq 4000", r"is not a GPU: \x1b[2J; 1; 2; 3; 4; "),
+])  # fmt: skip
 def test_a_failing_driver_is_a_reason_and_no_crash(driver, body, problem):
     driver(body)
     found = gpus.survey()

@@ -180,19 +180,10 @@ class DecoratedLoop(keras.Model):
         return {"loss": loss}
 
 
-@pytest.mark.parametrize(
-    "model, words",
-    [
-        (
-            DecoratedWithin,
-            r"^train_step calls optimizer 'sgd.*' in a tf\.function of its own, in which .*[^\n]* compiled$",
-        ),
-        (
-            DecoratedLoop,
-            r"^train_step of DecoratedLoop is a tf\.function in which Python branches or loops by tensors: ",
-        ),
-    ],
-)
+@pytest.mark.parametrize("model, words", [
+    (DecoratedWithin, r"^train_step calls optimizer 'sgd.*' in a tf\.function of its own, in which .*[^\n]* compiled$"),
+    (DecoratedLoop, r"^train_step of DecoratedLoop is a tf\.function in which Python branches or loops by tensors: "),
+])  # fmt: skip
 def test_a_tf_function_that_cannot_be_part_of_the_step(connect, model, words):
     with pytest.raises(tfdist.UserError, match=words):
         fit(made(connect(1), model=model), connect(1))

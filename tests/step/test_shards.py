@@ -413,31 +413,23 @@ def largest(y, outputs):
     return keras.ops.max(outputs)
 
 
-@pytest.mark.parametrize(
-    "model, replicas, options, message",
-    [
-        (
-            training_cases.dense,
-            8,
-            {"virtual_replicas": 4},
-            "virtual_replicas=4 must be a whole number, and at least the 8",
-        ),
-        (training_cases.dense, 1, {"virtual_replicas": -1}, "virtual_replicas=-1 must be a whole number"),
-        (training_cases.dense, 1, {"virtual_replicas": 2.0}, "virtual_replicas=2.0 must be a whole number"),
-        (training_cases.dense, 1, {"batch_size": 5}, "batch_size=5 is smaller than 8 virtual replicas: use at least 8"),
-        (training_cases.dense, 1, {"reduce_dtype": "float16"}, "reduce_dtype cannot be used with virtual_replicas"),
-        (training_cases.batch_norm, 1, {}, "synchronized=True needs the rows of all replicas at once"),
-        (own_step, 1, {}, "has its own train_step"),
-        (with_layer(OfTensorFlow), 1, {}, "by TensorFlow's RandomStandardNormal, which depend on the device"),
-        (with_layer(Unseeded), 1, {}, "changes a variable that is no state of a layer"),
-        (with_layer(UnseededNowAndThen), 1, {}, "changes a variable that is no state of a layer"),
-        (with_layer(ShrinksWeights), 1, {}, "changes a variable that is no state of a layer"),
-        (with_layer(SamplesNegatives), 1, {}, "by TensorFlow's LogUniformCandidateSampler, which depend on the dev"),
-        (with_layer(DrawsByPython), 1, {}, r"the model calls Python \(PyFunc\), whose random numbers and counts would"),
-        (with_layer(AsksPython), 1, {}, r"the model calls Python \(EagerPyFunc\)"),
-        (with_layer(Switch), 1, {}, "virtual replicas cannot add up .*switch.*, which is bool"),
-    ],
-)
+@pytest.mark.parametrize("model, replicas, options, message", [
+    (training_cases.dense, 8, {"virtual_replicas": 4}, "virtual_replicas=4 must be a whole number, and at least the 8"),
+    (training_cases.dense, 1, {"virtual_replicas": -1}, "virtual_replicas=-1 must be a whole number"),
+    (training_cases.dense, 1, {"virtual_replicas": 2.0}, "virtual_replicas=2.0 must be a whole number"),
+    (training_cases.dense, 1, {"batch_size": 5}, "batch_size=5 is smaller than 8 virtual replicas: use at least 8"),
+    (training_cases.dense, 1, {"reduce_dtype": "float16"}, "reduce_dtype cannot be used with virtual_replicas"),
+    (training_cases.batch_norm, 1, {}, "synchronized=True needs the rows of all replicas at once"),
+    (own_step, 1, {}, "has its own train_step"),
+    (with_layer(OfTensorFlow), 1, {}, "by TensorFlow's RandomStandardNormal, which depend on the device"),
+    (with_layer(Unseeded), 1, {}, "changes a variable that is no state of a layer"),
+    (with_layer(UnseededNowAndThen), 1, {}, "changes a variable that is no state of a layer"),
+    (with_layer(ShrinksWeights), 1, {}, "changes a variable that is no state of a layer"),
+    (with_layer(SamplesNegatives), 1, {}, "by TensorFlow's LogUniformCandidateSampler, which depend on the dev"),
+    (with_layer(DrawsByPython), 1, {}, r"the model calls Python \(PyFunc\), whose random numbers and counts would"),
+    (with_layer(AsksPython), 1, {}, r"the model calls Python \(EagerPyFunc\)"),
+    (with_layer(Switch), 1, {}, "virtual replicas cannot add up .*switch.*, which is bool"),
+])  # fmt: skip
 def test_what_shards_refuse(model, replicas, options, message, connect):
     with connect(replicas).scope():
         made = model()
@@ -460,17 +452,11 @@ def test_python_that_says_it_has_no_state_is_the_same_in_shards(connect):
     np.testing.assert_array_equal(*weights)
 
 
-@pytest.mark.parametrize(
-    "compiled, message",
-    [
-        ({"loss": keras.losses.Dice()}, "looks across the batch, which virtual_replicas=8 takes apart"),
-        (
-            {"loss": "mse", "metrics": [largest]},
-            "not add up over parts of a batch, which virtual_replicas=8 takes apart",
-        ),
-        ({"run_eagerly": True}, "virtual_replicas are compiled, and the model has run_eagerly=True"),
-    ],
-)
+@pytest.mark.parametrize("compiled, message", [
+    ({"loss": keras.losses.Dice()}, "looks across the batch, which virtual_replicas=8 takes apart"),
+    ({"loss": "mse", "metrics": [largest]}, "not add up over parts of a batch, which virtual_replicas=8 takes apart"),
+    ({"run_eagerly": True}, "virtual_replicas are compiled, and the model has run_eagerly=True"),
+])  # fmt: skip
 def test_what_shards_refuse_to_compute(compiled, message, connect):
     model = dense(connect(1), **compiled)
     with pytest.raises(tfdist.UserError, match=message):

@@ -208,19 +208,12 @@ class Asking(L.Layer):
         return tf.ensure_shape(value, x.shape)
 
 
-@pytest.mark.parametrize(
-    "model, x, message",
-    [
-        (text, tf.constant(["a", "b"] * 6), "layer 'hashing' takes text, and replicas compute with numbers in static"),
-        (
-            lambda: mixed(Positive(name="positive")),
-            None,
-            r"layer 'positive' gives shapes that depend on the data \(Where\)",
-        ),
-        (lambda: mixed(Asking(name="asking")), None, r"layer 'asking' needs the host \(PyFunc\)"),
-    ],
-    ids=["text", "shapes", "Python"],
-)
+@pytest.mark.parametrize("model, x, message", [
+    (text, tf.constant(["a", "b"] * 6), "layer 'hashing' takes text, and replicas compute with numbers in static"),
+    (lambda: mixed(Positive(name="positive")), None,
+     r"layer 'positive' gives shapes that depend on the data \(Where\)"),
+    (lambda: mixed(Asking(name="asking")), None, r"layer 'asking' needs the host \(PyFunc\)"),
+], ids=["text", "shapes", "Python"])  # fmt: skip
 def test_what_static_shapes_cannot_do_is_refused_by_the_layers_name(model, x, message, static):
     with static(2).scope():
         model = training_cases.compiled(model())

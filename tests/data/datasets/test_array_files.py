@@ -124,44 +124,30 @@ def damaged(path):
     return f"numpy:{path}"
 
 
-@pytest.mark.parametrize(
-    "make, fields, message",
-    [
-        (lambda p: f"numpy:{p}/no.npz", {}, "there is no such file: give a .npz file, or a folder of .npy files"),
-        (lambda p: npy(p / "d"), {}, "there are no .npy files"),
-        (lambda p: npy(p / "d", x=X) + "/x.npy", {}, "is a single array: give the folder of x.npy and y.npy"),
-        (lambda p: damaged(p / "a.npz"), {}, "a.npz: x cannot be read: Bad CRC-32 for file 'x.npy': write it anew"),
-        (lambda p: npz(p / "a.npz", x=X, y=np.array([None] * 50)), {}, "y cannot be read: .*: write it without Python"),
-        (lambda p: npz(p / "a.npz", a=X, b=Y), {}, "has no array 'x' or x_train: it has a, b; name them with data.op"),
-        (lambda p: npz(p / "a.npz", x=X, z=Y), {}, r"train has no array for y \(y\): it has x, z"),
-        (lambda p: npz(p / "a.npz", x=X, x_train=X, y=Y), {}, "x and x_train are both x of train: rename one"),
-        (lambda p: npz(p / "a.npz", x=X, y=Y[:3]), {}, "arrays of different lengths: x has 50, y has 3"),
-        (lambda p: npz(p / "a.npz", x=X.astype("complex64"), y=Y), {}, "x is complex64 .*: give numbers"),
-        (lambda p: npz(p / "a.npz", x=X, y=Y - 1), {}, "label -1 of example "),
-        (lambda p: npz(p / "a.npz", x=X, y=Y * 999), {}, "numbers up to 2,997, more classes than examples"),
-        (lambda p: npz(p / "a.npz", x=X, y=Y), dict(options="classes=3"), "label 3 of example .* 3 classes"),
-        (
-            lambda p: npz(p / "a.npz", x=X, y=Y / 2),
-            dict(options="classes=3"),
-            "classes=3 is for targets that are whole",
-        ),
-        (lambda p: npz(p / "a.npz", x=X, y=Y / 0), {}, "some targets are NaN or infinite"),
-        (lambda p: npz(p / "a.npz", x=X / 0, y=Y), {}, "x has numbers that are NaN or infinite"),
-        (
-            lambda p: npz(p / "a.npz", x=X, y=Y),
-            dict(options="shape=(5, 5)"),
-            r"shape=\(5, 5\) does not fit x, of \[6, 4",
-        ),
-        (lambda p: npz(p / "a.npz", x=X, y=Y), dict(options="colour=1"), "unknown 'colour' in data.options"),
-        (lambda p: npz(p / "a.npz", x=X, y=Y), dict(eval_split="test"), "has no split 'test'"),
-        (lambda p: npz(p / "a.npz", x=X, y=Y), dict(cache="stream"), "can only be read into memory as a whole"),
-        (
-            lambda p: npz(p / "a.npz", **MNIST | {"x_test": X[40:, :3]}),
-            dict(train_split="train", eval_split="test"),
-            r"x_test is uint8 \[3, 4\] and x_train uint8 \[6, 4\] for each example: make them alike",
-        ),
-    ],
-)
+@pytest.mark.parametrize("make, fields, message", [
+    (lambda p: f"numpy:{p}/no.npz", {}, "there is no such file: give a .npz file, or a folder of .npy files"),
+    (lambda p: npy(p / "d"), {}, "there are no .npy files"),
+    (lambda p: npy(p / "d", x=X) + "/x.npy", {}, "is a single array: give the folder of x.npy and y.npy"),
+    (lambda p: damaged(p / "a.npz"), {}, "a.npz: x cannot be read: Bad CRC-32 for file 'x.npy': write it anew"),
+    (lambda p: npz(p / "a.npz", x=X, y=np.array([None] * 50)), {}, "y cannot be read: .*: write it without Python"),
+    (lambda p: npz(p / "a.npz", a=X, b=Y), {}, "has no array 'x' or x_train: it has a, b; name them with data.op"),
+    (lambda p: npz(p / "a.npz", x=X, z=Y), {}, r"train has no array for y \(y\): it has x, z"),
+    (lambda p: npz(p / "a.npz", x=X, x_train=X, y=Y), {}, "x and x_train are both x of train: rename one"),
+    (lambda p: npz(p / "a.npz", x=X, y=Y[:3]), {}, "arrays of different lengths: x has 50, y has 3"),
+    (lambda p: npz(p / "a.npz", x=X.astype("complex64"), y=Y), {}, "x is complex64 .*: give numbers"),
+    (lambda p: npz(p / "a.npz", x=X, y=Y - 1), {}, "label -1 of example "),
+    (lambda p: npz(p / "a.npz", x=X, y=Y * 999), {}, "numbers up to 2,997, more classes than examples"),
+    (lambda p: npz(p / "a.npz", x=X, y=Y), dict(options="classes=3"), "label 3 of example .* 3 classes"),
+    (lambda p: npz(p / "a.npz", x=X, y=Y / 2), dict(options="classes=3"), "classes=3 is for targets that are whole"),
+    (lambda p: npz(p / "a.npz", x=X, y=Y / 0), {}, "some targets are NaN or infinite"),
+    (lambda p: npz(p / "a.npz", x=X / 0, y=Y), {}, "x has numbers that are NaN or infinite"),
+    (lambda p: npz(p / "a.npz", x=X, y=Y), dict(options="shape=(5, 5)"), r"shape=\(5, 5\) does not fit x, of \[6, 4"),
+    (lambda p: npz(p / "a.npz", x=X, y=Y), dict(options="colour=1"), "unknown 'colour' in data.options"),
+    (lambda p: npz(p / "a.npz", x=X, y=Y), dict(eval_split="test"), "has no split 'test'"),
+    (lambda p: npz(p / "a.npz", x=X, y=Y), dict(cache="stream"), "can only be read into memory as a whole"),
+    (lambda p: npz(p / "a.npz", **MNIST | {"x_test": X[40:, :3]}), dict(train_split="train", eval_split="test"),
+     r"x_test is uint8 \[3, 4\] and x_train uint8 \[6, 4\] for each example: make them alike"),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_what_is_refused(make, fields, message, tmp_path):
     with np.errstate(all="ignore"):

@@ -127,26 +127,19 @@ def offline(name, config):
     raise ConnectionError(f"Couldn't reach '{name}' on the Hub\n(offline)")
 
 
-@pytest.mark.parametrize(
-    "name, options, message",
-    [
-        ("/no/such/folder", "", "there is no such folder: give one that save_to_disk has written, or a name"),
-        ("{tmp}", "", "cannot be opened: Directory .* is neither a `Dataset` directory .*: give a folder that save_to"),
-        ("nobody/nothing", "", r"cannot be opened: Couldn't reach 'nobody/nothing' on the Hub \(offline\): give a f"),
-        (
-            "{saved}",
-            "x=text",
-            r"the input text is string: only images and numbers can be trained on: image \(Image\), ",
-        ),
-        ("{saved}", "x=pixels", "there is no column 'pixels' for x"),
-        ("{saved}", "colour=1", "unknown 'colour' in data.options"),
-        ("{saved}", "x=ragged", "ragged has lists of different lengths, such as 1 and 2: make them alike"),
-        ("{saved}", "x=gaps", "gaps has examples without a value"),
-        ("{saved}", "y=text", "text has values of type string: give numbers"),
-        ("{saved}", "channels=0", "channels must be"),
-        ("{saved}", "max_pixels=3", "example 0 of hf:.* cannot be decoded: it has more pixels than max_pixels=3"),
-    ],
-)
+@pytest.mark.parametrize("name, options, message", [
+    ("/no/such/folder", "", "there is no such folder: give one that save_to_disk has written, or a name"),
+    ("{tmp}", "", "cannot be opened: Directory .* is neither a `Dataset` directory .*: give a folder that save_to"),
+    ("nobody/nothing", "", r"cannot be opened: Couldn't reach 'nobody/nothing' on the Hub \(offline\): give a f"),
+    ("{saved}", "x=text", r"the input text is string: only images and numbers can be trained on: image \(Image\), "),
+    ("{saved}", "x=pixels", "there is no column 'pixels' for x"),
+    ("{saved}", "colour=1", "unknown 'colour' in data.options"),
+    ("{saved}", "x=ragged", "ragged has lists of different lengths, such as 1 and 2: make them alike"),
+    ("{saved}", "x=gaps", "gaps has examples without a value"),
+    ("{saved}", "y=text", "text has values of type string: give numbers"),
+    ("{saved}", "channels=0", "channels must be"),
+    ("{saved}", "max_pixels=3", "example 0 of hf:.* cannot be decoded: it has more pixels than max_pixels=3"),
+])  # fmt: skip
 def test_what_is_refused(name, options, message, saved, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with refused(message):

@@ -380,20 +380,12 @@ def test_unusable_folders(make, fields, message, tmp_path):
         registry.load(experiment(tmp_path, **fields))
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        (
-            dict(name="stdlib_text", options="examples=20", cache="auto", image_size="8"),
-            "data.image_size='8' is for images",
-        ),
-        (dict(name="stdlib_text", options="examples=20", cache="auto", augment="flip"), "is for images"),
-        (
-            dict(name="stdlib_text", options="examples=20"),
-            "data.cache=stream: stdlib_text can only be read into memory as",
-        ),
-    ],
-)
+@pytest.mark.parametrize("fields, message", [
+    (dict(name="stdlib_text", options="examples=20", cache="auto", image_size="8"),
+     "data.image_size='8' is for images"),
+    (dict(name="stdlib_text", options="examples=20", cache="auto", augment="flip"), "is for images"),
+    (dict(name="stdlib_text", options="examples=20"), "data.cache=stream: stdlib_text can only be read into memory as"),
+])  # fmt: skip
 def test_image_fields_on_other_data(fields, message, tfds_dir, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_dir))
     with refused(message):

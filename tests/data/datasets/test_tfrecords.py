@@ -158,40 +158,26 @@ def test_records_with_a_flipped_bit_are_left_out_on_demand(numbers, message, fli
     assert [found.train.name(i) for i in range(len(kept))] == [f"record {i} of {path}" for i in kept]
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({}, "names the features x, y and perhaps weight, in this order, with their types: write it like image=jpeg"),
-        ({"image": "png"}, "names the features x, y"),
-        ({"image": "pgn", "label": "int64"}, "unknown type 'pgn' of image: did you mean 'png'"),
-        (
-            {"image": "string", "label": "int64"},
-            "image=string cannot be trained on: write jpeg or png, or leave it out",
-        ),
-        ({"image": 3, "label": "int64"}, "image=3 is no type: write one of jpeg, png, int64, float32, or"),
-        ({"image": "png[3]", "label": "int64"}, r"image='png\[3\]': an image has its shape from data.image_size"),
-        ({"image": "png", "label": "int64"}, "the second feature, label, is the target: int64 together with classes=N"),
-        ({"image": "png", "label": "float32", "classes": 3}, "the second feature, label, is the target"),
-        (
-            {"image": "png", "label": "int64", "weight": "int64", "classes": 3},
-            "the third feature, weight, is the weight: float32",
-        ),
-        ({**PICTURE, "classes": 0}, "classes must be a whole number of at least 1, got 0"),
-        (
-            {"img": "png", "label": "int64", "classes": 3},
-            r"no feature 'img' in record 0 of .*: it has image \(bytes\), label \(int64\), weight \(float\)",
-        ),
-        (
-            {"image": "png", "weight": "int64", "classes": 3},
-            r"weight=int64 does not fit record 0 of .*, which has image \(bytes\)",
-        ),
-        (
-            {"weight": "float32[2]", "label": "int64", "classes": 3},
-            r"weight has 1 values in record 0 .*: give its shape, such as weight='float32\[1\]'",
-        ),
-        ({"image": "jpeg", "label": "int64", "classes": 3, "channels": 7}, "image of record 0 of .* cannot be decoded"),
-    ],
-)
+@pytest.mark.parametrize("options, message", [
+    ({}, "names the features x, y and perhaps weight, in this order, with their types: write it like image=jpeg"),
+    ({"image": "png"}, "names the features x, y"),
+    ({"image": "pgn", "label": "int64"}, "unknown type 'pgn' of image: did you mean 'png'"),
+    ({"image": "string", "label": "int64"}, "image=string cannot be trained on: write jpeg or png, or leave it out"),
+    ({"image": 3, "label": "int64"}, "image=3 is no type: write one of jpeg, png, int64, float32, or"),
+    ({"image": "png[3]", "label": "int64"}, r"image='png\[3\]': an image has its shape from data.image_size"),
+    ({"image": "png", "label": "int64"}, "the second feature, label, is the target: int64 together with classes=N"),
+    ({"image": "png", "label": "float32", "classes": 3}, "the second feature, label, is the target"),
+    ({"image": "png", "label": "int64", "weight": "int64", "classes": 3},
+     "the third feature, weight, is the weight: float32"),
+    ({**PICTURE, "classes": 0}, "classes must be a whole number of at least 1, got 0"),
+    ({"img": "png", "label": "int64", "classes": 3},
+     r"no feature 'img' in record 0 of .*: it has image \(bytes\), label \(int64\), weight \(float\)"),
+    ({"image": "png", "weight": "int64", "classes": 3},
+     r"weight=int64 does not fit record 0 of .*, which has image \(bytes\)"),
+    ({"weight": "float32[2]", "label": "int64", "classes": 3},
+     r"weight has 1 values in record 0 .*: give its shape, such as weight='float32\[1\]'"),
+    ({"image": "jpeg", "label": "int64", "classes": 3, "channels": 7}, "image of record 0 of .* cannot be decoded"),
+])  # fmt: skip
 def test_what_does_not_fit(options, message, tmp_path):
     path = write(tmp_path / "a.tfrecord", pictures(0, 3))
     with refused(message):
