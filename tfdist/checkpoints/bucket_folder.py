@@ -295,10 +295,8 @@ class BucketFolder(RunFolder):
             aside = next(bucket for bucket in map(self._bucket.beside, names) if not bucket.listing())
             self._bucket.move(_deletion_order(set(self._bucket.listing()) - {LOCK}), aside)
         except BucketError as error:
-            raise UserError(
-                f"the earlier run in --workdir={self.name} cannot be set aside ({error.strerror})",
-                "choose another --workdir, or move the earlier run yourself",
-            ) from None
+            what = f"the earlier run in --workdir={self.name} cannot be set aside ({error.strerror})"
+            raise UserError(what, "choose another --workdir, or move the earlier run yourself") from None
         self._uploaded.clear()
         self._empty()
         return aside.url

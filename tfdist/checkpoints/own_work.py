@@ -67,10 +67,8 @@ def check(
     why = _foreign(path, content, owner) if named else ""
     if why:
         field, function = next(iter(named.items()))
-        raise UserError(
-            f"--workdir={name or path} has {field}={function!r}, a function that would be called, and {why}",
-            "give --trust_code if you know who made it",
-        )
+        what = f"--workdir={name or path} has {field}={function!r}, a function that would be called, and {why}"
+        raise UserError(what, "give --trust_code if you know who made it")
 
 
 def _foreign(path: pathlib.Path, content: bytes, owner: int) -> str:

@@ -136,9 +136,8 @@ def _kubeflow(environ: Mapping[str, str]) -> PlatformNode | None:
     if "PET_NNODES" not in environ:
         return None
     if ":" in environ["PET_NNODES"]:
-        raise UserError(
-            f"PET_NNODES={environ['PET_NNODES']} is an elastic job, whose number of nodes changes", "give one number"
-        )
+        what = f"PET_NNODES={environ['PET_NNODES']} is an elastic job, whose number of nodes changes"
+        raise UserError(what, "give one number")
     if number(environ, "PET_NNODES", least=1) > 1:
         need(environ, "PET_NODE_RANK", "PET_MASTER_ADDR", beside="PET_NNODES")
     rank, nodes = pair({"PET_NODE_RANK": "0", **environ}, "PET_NODE_RANK", "PET_NNODES")

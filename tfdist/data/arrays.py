@@ -99,10 +99,8 @@ class Arrays(Source):
     def split(self, fraction: float) -> tuple[Arrays, Arrays]:
         first = math.floor(self.size * (1.0 - fraction)) if 0 < fraction < 1 else 0
         if not 0 < first < self.size:
-            raise UserError(
-                f"validation_split={fraction} leaves nothing of {self.size} examples on one side",
-                "use another part of 1",
-            )
+            what = f"validation_split={fraction} leaves nothing of {self.size} examples on one side"
+            raise UserError(what, "use another part of 1")
         return self._part(slice(first)), self._part(slice(first, None))
 
     def _part(self, rows: slice) -> Arrays:

@@ -51,14 +51,11 @@ class Loaded:
 def described(train: Source, evaluation: Source) -> Loaded:
     """Describes two splits of which nothing is known but what they hold; refuses streams of batches."""
     if train.size is None:
-        raise UserError(
-            "a data function must return arrays, or its number of examples stays unknown",
-            "return NumPy arrays, or use the Python API (tfdist.fit) with a tf.data.Dataset",
-        )
+        what = "a data function must return arrays, or its number of examples stays unknown"
+        raise UserError(what, "return NumPy arrays, or use the Python API (tfdist.fit) with a tf.data.Dataset")
     if evaluation.reader.once:
-        raise UserError(
-            "a data function returned a generator, which can be read once", "return a keras.utils.PyDataset"
-        )
+        what = "a data function returned a generator, which can be read once"
+        raise UserError(what, "return a keras.utils.PyDataset")
     classes, maximum = None, 1.0
     first = tf.nest.flatten(train.specs[0])[0]
     shape, dtype = tuple(first.shape[1:]), np.dtype(getattr(first.dtype, "as_numpy_dtype", first.dtype))

@@ -278,9 +278,8 @@ class Source(abc.ABC):
 
     def split(self, fraction: float) -> tuple[Source, Source]:
         """Returns the first examples, and the last ones, which are `fraction` of them, as Keras divides arrays."""
-        raise UserError(
-            "validation_split takes the last examples of arrays, and the data is none", "give validation_data instead"
-        )
+        what = "validation_split takes the last examples of arrays, and the data is none"
+        raise UserError(what, "give validation_data instead")
 
 
 def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:

@@ -231,10 +231,8 @@ def array(value: object) -> np.ndarray:
         made = made[:, None]  # as in Keras; a Series of polars stays as it is there
     objects = made.dtype == object and not (made.size and isinstance(made.flat[0], (str, bytes)))
     if objects or made.ndim == 0:
-        raise UserError(
-            f"cannot train on {kind}{' of Python objects' * isinstance(value, np.ndarray) * objects}",
-            "give NumPy arrays, a tf.data.Dataset of batches, or a source of tfdist",
-        )
+        what = f"cannot train on {kind}{' of Python objects' * isinstance(value, np.ndarray) * objects}"
+        raise UserError(what, "give NumPy arrays, a tf.data.Dataset of batches, or a source of tfdist")
     return made
 
 

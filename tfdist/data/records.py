@@ -108,10 +108,8 @@ class Records(Source):
 
     def class_counts(self, classes: int) -> np.ndarray:
         if self.labels is None:
-            raise UserError(
-                "train.class_weight=balanced would have to read all examples first to count them",
-                "write the weights, such as 0=3.0, 2=0.2",
-            )
+            what = "train.class_weight=balanced would have to read all examples first to count them"
+            raise UserError(what, "write the weights, such as 0=3.0, 2=0.2")
         return np.bincount(self.labels, minlength=classes)
 
     def map_targets(self, function: Callable[..., tuple]) -> Records:

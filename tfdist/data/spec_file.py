@@ -51,9 +51,8 @@ def read(path: pathlib.Path) -> Spec | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"{file} cannot be used ({type(error).__name__}: {error})", "copy it back, or delete it"
-        ) from None
+        what = f"{file} cannot be used ({type(error).__name__}: {error})"
+        raise UserError(what, "copy it back, or delete it") from None
 
 
 def _check(spec: Spec) -> None:

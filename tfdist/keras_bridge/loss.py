@@ -74,10 +74,8 @@ class Objective:
         """Refuses losses that parts of a batch cannot give (see `Layout.split_by`), or within what XLA compiles."""
         for entry, kind in zip(keras_internals.loss_entries(self._model()), self._kinds):
             if split_by and kind is Kind.ACROSS:
-                raise UserError(
-                    f"loss {entry.loss.name!r} looks across the batch, which {split_by} takes apart",
-                    "use a smaller batch, or a loss with a value per example",
-                )
+                what = f"loss {entry.loss.name!r} looks across the batch, which {split_by} takes apart"
+                raise UserError(what, "use a smaller batch, or a loss with a value per example")
             if self._jit and self._distribution.replicas > 1 and kind is not Kind.ROWS:
                 raise UserError(
                     f"loss {entry.loss.name!r} looks across the batch, which --jit=on cannot exchange between replicas",
@@ -232,10 +230,8 @@ def _of_scalar(
     if rows.padded:
         raise UserError(f"loss {loss.name!r} returns one number per batch, {PADDED}")
     if weight is not None:
-        raise UserError(
-            f"loss {loss.name!r} returns one number per batch and cannot be combined with sample weights",
-            "return one value per example",
-        )
+        what = f"loss {loss.name!r} returns one number per batch and cannot be combined with sample weights"
+        raise UserError(what, "return one value per example")
     value = _counted(value, rows)
     return value if loss.reduction == "sum" else value * _fraction(rows, count, value.dtype)
 

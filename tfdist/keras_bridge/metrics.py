@@ -83,10 +83,8 @@ def classify(model: keras.Model, y: Structure, y_pred: Structure) -> None:
 def check(model: keras.Model, split_by: str) -> None:
     """Refuses metrics that must see a whole batch where that is taken apart (`Layout.split_by`) on one device, too."""
     for metric in whole_metrics(model) if split_by else []:
-        raise UserError(
-            f"metric {metric.name!r} does not add up over parts of a batch, which {split_by} takes apart",
-            "use a smaller batch, or leave the metric out",
-        )
+        what = f"metric {metric.name!r} does not add up over parts of a batch, which {split_by} takes apart"
+        raise UserError(what, "use a smaller batch, or leave the metric out")
 
 
 def check_summed(model: keras.Model, own: str) -> None:

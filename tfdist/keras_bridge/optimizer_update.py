@@ -45,10 +45,8 @@ def check_methods(optimizer: keras.optimizers.Optimizer, names: Sequence[str]) -
     for asked in (optimizer, *keras_internals.updating(optimizer)):
         for name in names:
             if not getattr(type(asked), name).__module__.startswith("keras."):
-                raise UserError(
-                    f"optimizer {type(asked).__name__} has its own {name}, which tfdist does not call",
-                    "leave it out, and do what it does in update_step or in a callback",
-                )
+                what = f"optimizer {type(asked).__name__} has its own {name}, which tfdist does not call"
+                raise UserError(what, "leave it out, and do what it does in update_step or in a callback")
 
 
 def check(optimizer: keras.optimizers.Optimizer) -> None:
@@ -56,10 +54,8 @@ def check(optimizer: keras.optimizers.Optimizer) -> None:
     check_methods(optimizer, ("scale_loss", "finalize_variable_values"))
     for updating in keras_internals.updating(optimizer):
         if updating.gradient_accumulation_steps:
-            raise UserError(
-                f"optimizer has gradient_accumulation_steps={updating.gradient_accumulation_steps}",
-                "leave it out and give tfdist accumulate (train.accumulate) instead",
-            )
+            what = f"optimizer has gradient_accumulation_steps={updating.gradient_accumulation_steps}"
+            raise UserError(what, "leave it out and give tfdist accumulate (train.accumulate) instead")
         if updating.use_ema and updating is not inner_optimizer(optimizer):
             raise UserError(f"optimizer {updating.name!r} within a {optimizer.name!r} has use_ema=True", "leave it out")
 

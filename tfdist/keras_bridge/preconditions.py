@@ -52,15 +52,11 @@ def scope(model: keras.Model, distribution: Distribution) -> None:
     """Refuses a model that was created under another strategy, or that has methods which tfdist does not call."""
     by_keras = keras.distribution.distribution()  # which Keras' TensorFlow backend takes and never looks at
     if by_keras is not None:
-        raise UserError(
-            f"keras.distribution.set_distribution({type(by_keras).__name__}) has no effect on the TensorFlow backend",
-            "leave it out, tfdist.connect() chooses the devices",
-        )
+        what = f"keras.distribution.set_distribution({type(by_keras).__name__}) has no effect on the TensorFlow backend"
+        raise UserError(what, "leave it out, tfdist.connect() chooses the devices")
     if unused := replaced(model, UNUSED):
-        raise UserError(
-            f"{type(model).__name__} has its own {unused}, which tfdist does not call",
-            "leave it out, and do what it does in train_step, test_step or predict_step",
-        )
+        what = f"{type(model).__name__} has its own {unused}, which tfdist does not call"
+        raise UserError(what, "leave it out, and do what it does in train_step, test_step or predict_step")
     if model.distribute_strategy is not distribution.strategy:
         raise UserError(
             f"the model was created under {type(model.distribute_strategy).__name__} and is used with the "
@@ -87,10 +83,8 @@ def created_in_scope(model: keras.Model, distribution: Distribution) -> None:
     for kind, owners in ("optimizer", optimizers(model)), ("metric", metrics):
         for owner in owners:
             if not all(isinstance(v.value, tf.distribute.DistributedValues) for v in owner.variables):
-                raise UserError(
-                    f"{kind} {owner.name!r} was created outside of the distribution's scope",
-                    "create it inside `with distribution.scope():`, as the model",
-                )
+                what = f"{kind} {owner.name!r} was created outside of the distribution's scope"
+                raise UserError(what, "create it inside `with distribution.scope():`, as the model")
 
 
 def not_of_horovod(kind: str, things: Iterable[object]) -> None:
@@ -205,10 +199,8 @@ def use_xla(model: keras.Model, distribution: Distribution) -> bool:
     if distribution.jit == "auto":
         return not refused and all(getattr(layer, "supports_jit", True) for layer in keras_internals.flat_layers(model))
     if refused:
-        raise UserError(
-            "--jit=on cannot compile synchronized BatchNorm over several replicas",
-            "use --jit=off, model.sync_batch_norm=False or synchronized=False",
-        )
+        what = "--jit=on cannot compile synchronized BatchNorm over several replicas"
+        raise UserError(what, "use --jit=off, model.sync_batch_norm=False or synchronized=False")
     return True
 
 

@@ -107,10 +107,8 @@ def _logged(part: _Part, method: str, data: Structure) -> object:
     except tf.errors.OperatorNotAllowedInGraphError as error:
         if not decorated:
             raise
-        raise UserError(
-            f"{name} is a tf.function in which Python branches or loops by tensors",
-            f"use tf.cond and tf.while_loop there ({one_line(error, 100)})",
-        ) from error
+        what = f"{name} is a tf.function in which Python branches or loops by tensors"
+        raise UserError(what, f"use tf.cond and tf.while_loop there ({one_line(error, 100)})") from error
     except Exception as error:
         if part.complaints:  # which TensorFlow may have put into many lines
             raise part.complaints[0] from None

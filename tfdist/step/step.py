@@ -122,10 +122,8 @@ class Step:
             parts, option = "virtual replicas", f"virtual_replicas={layout.replicas}"
             if layout.accumulate > 1:
                 parts, option = "micro-batches", split_by
-            raise UserError(
-                f"{type(model).__name__} has its own {own}, whose sums over {parts} tfdist cannot know",
-                f"leave out {option}",
-            )
+            what = f"{type(model).__name__} has its own {own}, whose sums over {parts} tfdist cannot know"
+            raise UserError(what, f"leave out {option}")
         if layout.replicas * layout.accumulate == 1:
             return
         padded = layout.static and not layout.even and layout.batch > layout.replicas * layout.accumulate

@@ -41,10 +41,8 @@ class VirtualState:
         for variable in (*self._kept, *self._sums):
             dtype = tf.as_dtype(variable.dtype)
             if not (dtype.is_floating or dtype.is_integer):
-                raise UserError(
-                    f"virtual replicas cannot add up {variable.path}, which is {dtype.name}",
-                    "leave virtual_replicas out",
-                )
+                what = f"virtual replicas cannot add up {variable.path}, which is {dtype.name}"
+                raise UserError(what, "leave virtual_replicas out")
         self._parts = layout.replicas * layout.accumulate
         # Outside of the virtual replicas, where nothing has changed yet.
         self._before = {id(v): _read(v) for v in (*self._sums, *self._seeds, *self._kept)}

@@ -149,25 +149,21 @@ def _check(source: sources.Source, options: FitOptions) -> None:
     advice = "or a keras.utils.PyDataset, which has an index"
     if source.reader.once:
         if epochs - first > 1 and options.steps_per_epoch is None:
-            raise UserError(
-                f"a generator can be read once, and there are {epochs - first} epochs",
-                f"give steps_per_epoch, {advice}",
-            )
+            what = f"a generator can be read once, and there are {epochs - first} epochs"
+            raise UserError(what, f"give steps_per_epoch, {advice}")
         if options.on_nonfinite == "rollback":
             raise UserError("on_nonfinite='rollback' goes back, and a generator cannot", f"give arrays {advice}")
     if isinstance(options.validation_data, types.GeneratorType):
         due = (epoch for epoch in range(first, epochs) if options.validates(epoch))
         if len(list(itertools.islice(due, 2))) > 1:
-            raise UserError(
-                "a generator can be read once, and several epochs validate with it", f"give arrays, {advice}"
-            )
+            what = "a generator can be read once, and several epochs validate with it"
+            raise UserError(what, f"give arrays, {advice}")
     idle = options.changed(("validation_steps", "validation_batch_size", "validation_freq"))
     if options.validation_data is None and idle:
         raise UserError(f"{idle[0]} says how to validate, without data", "give validation_data or validation_split")
     if options.virtual_replicas and options.reduce_dtype != "float32":
-        raise UserError(
-            "reduce_dtype cannot be used with virtual_replicas, whose sums are exact", "leave out one of them"
-        )
+        what = "reduce_dtype cannot be used with virtual_replicas, whose sums are exact"
+        raise UserError(what, "leave out one of them")
     preconditions.among("check_agreement", options.check_agreement, equivalence_check.CHOICES)
     preconditions.among("on_nonfinite", options.on_nonfinite, config.CHOICES["train.on_nonfinite"])
     if options.on_nonfinite == "rollback" and options.checkpoints is None:

@@ -336,9 +336,8 @@ class FitLoop:
                 f"WARNING: the data ended after {position.begun} updates of epoch {position.epoch + 1}, not {limit}"
             )
         if not position.begun:
-            raise UserError(
-                f"the data set ended before the first update of epoch {position.epoch + 1}", "give it a batch at least"
-            )
+            what = f"the data set ended before the first update of epoch {position.epoch + 1}"
+            raise UserError(what, "give it a batch at least")
 
     def _call(self, position: Position, totals: Totals | LastLogs, limit: float) -> bool:
         """Makes the updates of one call; returns whether the data of this epoch may have more."""
@@ -353,10 +352,8 @@ class FitLoop:
         dtype, factors = self._options.reduce_dtype, plan.lr_factors
         call = step.compiled("train", plan.layout, part.full, dtype, self._norm, factors, part.count)
         if self._compiled is not keras_internals.compiled_loss(model):
-            raise UserError(
-                "a callback compiled the model within fit, which goes on with the step that it began with",
-                "call fit anew after compile()",
-            )
+            what = "a callback compiled the model within fit, which goes on with the step that it began with"
+            raise UserError(what, "call fit anew after compile()")
         self._sync_check.check_if_due(model, position.update)
         self._callbacks.on_train_batch_begin(position.begun)
         steady = id(call) in step.warm

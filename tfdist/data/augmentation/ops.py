@@ -215,10 +215,8 @@ class Recipe:
                 "leave it out, or give images that are not normalized",
             )
         if self.mixing and classes is None:
-            raise UserError(
-                f"data.augment={named!r} mixes the targets of a classifier, and these are no classes",
-                f"leave out {' and '.join(s.name for s in self.mixing)}",
-            )
+            what = f"data.augment={named!r} mixes the targets of a classifier, and these are no classes"
+            raise UserError(what, f"leave out {' and '.join(s.name for s in self.mixing)}")
 
     @tf.autograph.experimental.do_not_convert
     def example(self, image: tf.Tensor, seed: tf.Tensor, size: tuple[int, int] | None = None) -> tf.Tensor:

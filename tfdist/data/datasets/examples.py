@@ -188,10 +188,8 @@ def _targets(train: np.ndarray, evaluation: np.ndarray, options: Options) -> tup
     one_each = [y.reshape(len(y)) if y.ndim == 2 and y.shape[1] == 1 else y for y in (train, evaluation)]
     classes = int(number) if isinstance(number, int) else int(train.max()) + 1
     if number is None and classes > max(_MOST_CLASSES, len(train)):
-        raise UserError(
-            f"targets are whole numbers up to {classes - 1:,}, more classes than examples",
-            "set classify=False in data.options if they are numbers, or classes=N",
-        )
+        what = f"targets are whole numbers up to {classes - 1:,}, more classes than examples"
+        raise UserError(what, "set classify=False in data.options if they are numbers, or classes=N")
     for y in one_each:
         check_labels(y, classes, "the data set")
     return one_each[0].astype(np.int32), one_each[1].astype(np.int32), classes

@@ -73,10 +73,8 @@ def _kind(path: str, name: str, kind: pa.DataType) -> str:
         return "category"
     if types.is_null(kind):  # of which nothing is known: as in CSV, a column without values is of numbers
         return "number"
-    raise UserError(
-        f"column {name!r} of {path} is {kind}, neither numbers nor texts",
-        f"leave it out with data.options=leave_out={[name]}",
-    )
+    what = f"column {name!r} of {path} is {kind}, neither numbers nor texts"
+    raise UserError(what, f"leave it out with data.options=leave_out={[name]}")
 
 
 def _plain(values: pa.Array) -> pa.Array:

@@ -45,9 +45,8 @@ def load(experiment: config.Experiment, prepare: bool = True, hold_out: bool = T
     local = dataclasses.replace(experiment, data=bucket_files.here(experiment.data, prepare))
     loaded = _stored(local, prepare, hold_out)
     if experiment.data.cache == "stream" and loaded.train.columns is not None:
-        raise UserError(
-            f"data.cache=stream: {experiment.data.name} can only be read into memory as a whole", "use auto"
-        )
+        what = f"data.cache=stream: {experiment.data.name} can only be read into memory as a whole"
+        raise UserError(what, "use auto")
     return _pictured(experiment, loaded)
 
 
@@ -221,10 +220,8 @@ def _from_function(experiment: config.Experiment, function: Callable, options: O
         if source.size is None:
             spec = tf.nest.flatten(source.specs)[0].shape
             if spec[0] not in (None, batch):
-                raise UserError(
-                    f"{data.name} returned batches of {spec[0]} examples for a batch size of {batch}",
-                    "take the argument batch_size and batch by it",
-                )
+                what = f"{data.name} returned batches of {spec[0]} examples for a batch size of {batch}"
+                raise UserError(what, "take the argument batch_size and batch by it")
         return source
 
     return described(
@@ -302,9 +299,8 @@ def _pictured(experiment: config.Experiment, loaded: Loaded) -> Loaded:
     images = None if train.columns is None else train.columns[0]
     if tf.nest.is_nested(images) and not spec.columns:
         field = "data.image_size" if data.augment == "" else "data.augment"
-        raise UserError(
-            f"{field} is for data whose input is one array of images, and this has several", "leave it empty"
-        )
+        what = f"{field} is for data whose input is one array of images, and this has several"
+        raise UserError(what, "leave it empty")
     lowest = 0.0 if images is None or len(shape) != 3 else float(images.min())
     recipe.check(shape, spec.dtype, spec.classes, lowest)
     if size is not None and spec.shape[:2] != size:

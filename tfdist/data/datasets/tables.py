@@ -55,10 +55,8 @@ def files_by_split(kind: str, path: str) -> dict[str, list[str]]:
         paths = [path] if os.path.isfile(path) else sorted(f for f in glob.glob(path) if os.path.isfile(f))
     if not paths:
         word = {"csv": "CSV", "parquet": "Parquet"}[kind]
-        raise UserError(
-            f"data.name={kind}:{path} has no files",
-            f"give a {word} file, a folder of *.{endings[0]} files, or a pattern",
-        )
+        what = f"data.name={kind}:{path} has no files"
+        raise UserError(what, f"give a {word} file, a folder of *.{endings[0]} files, or a pattern")
     return {"train": paths}
 
 
@@ -223,10 +221,8 @@ def _listed(field: str, value: object) -> tuple:
 def _inputs(chosen: TableOptions, names: list[str]) -> list[str]:
     inputs = [n for n in names if n not in (chosen.target, *chosen.leave_out) and (not chosen.use or n in chosen.use)]
     if "" in inputs and "" not in chosen.use:
-        raise UserError(
-            "a column without a name, often the number of the row, would be an input",
-            "leave it out with data.options=\"leave_out=['']\", or name it",
-        )
+        what = "a column without a name, often the number of the row, would be an input"
+        raise UserError(what, "leave it out with data.options=\"leave_out=['']\", or name it")
     if not inputs:
         raise UserError(
             f"data.options leaves no column to predict {chosen.target!r} from: there are {', '.join(names)}"

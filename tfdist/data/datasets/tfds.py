@@ -52,10 +52,8 @@ def prepared(data: config.Data, memory: float, prepare: bool) -> tfds.core.Datas
     builder = _builder(data.name, os.path.expanduser(data.data_dir) or None)
     exists, own = os.path.isdir(builder.data_dir), type(builder).__module__.startswith("tfdist.")
     if not (prepare or exists or own):
-        raise UserError(
-            f"data set {data.name!r} is not in {builder.data_dir} yet, and a dry run downloads nothing",
-            "leave out --dry_run, or prepare it first",
-        )
+        what = f"data set {data.name!r} is not in {builder.data_dir} yet, and a dry run downloads nothing"
+        raise UserError(what, "leave out --dry_run, or prepare it first")
     if not (prepare or exists):  # the one of tfdist's takes no download, and goes with this process
         builder = _builder(data.name, str(local_files.temporary_folder()))
         _prepare(builder, data.name, _will_not_fit(builder, data.cache, memory))
@@ -206,9 +204,8 @@ def load(experiment: config.Experiment, memory: float, prepare: bool = True) -> 
     data, builder = experiment.data, prepared(experiment.data, memory, prepare)
     features, keys = builder.info.features, builder.info.supervised_keys
     if not keys or not all(isinstance(key, str) for key in keys):
-        raise UserError(
-            f"data set {data.name!r} does not say which feature is the target", "wrap it in a package.module:function"
-        )
+        what = f"data set {data.name!r} does not say which feature is the target"
+        raise UserError(what, "wrap it in a package.module:function")
     inputs = _input_spec(data, features[keys[0]], keys[0])
     train, evaluation = (_source(experiment, builder, inputs, memory, field) for field in ("train", "eval"))
     target = features[keys[1]]
@@ -264,9 +261,8 @@ def _input_spec(data: config.Data, feature: tfds.features.FeatureConnector, key:
     if inputs.shape.is_fully_defined():
         return tf.TensorSpec(inputs.shape, inputs.dtype)
     if not isinstance(feature, tfds.features.Image) or not inputs.shape[-1]:
-        raise UserError(
-            f"{key!r} of {data.name} has another shape in each example", "wrap it in a package.module:function"
-        )
+        what = f"{key!r} of {data.name} has another shape in each example"
+        raise UserError(what, "wrap it in a package.module:function")
     if not size:
         raise UserError(f"the images of {data.name} have different sizes", "set data.image_size, such as 224")
     return tf.TensorSpec([*size, inputs.shape[-1]], inputs.dtype)

@@ -66,9 +66,8 @@ def files(path: str) -> dict[str, list[str]]:
     pattern = os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path
     paths = sorted(f for f in glob.glob(pattern, recursive=True) if os.path.isfile(f))
     if not paths:
-        raise UserError(
-            f"data.name=tfrecord:{path} has no files", "give a file, a folder, or a pattern such as *.tfrecord"
-        )
+        what = f"data.name=tfrecord:{path} has no files"
+        raise UserError(what, "give a file, a folder, or a pattern such as *.tfrecord")
     return by_file_name(paths)
 
 
@@ -98,10 +97,8 @@ def _scan(path: str, thorough: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray
         return *(np.zeros(0, np.int64),) * 3, [f"{path} is empty"]
     with whole:
         if whole[:2] == b"\x1f\x8b":
-            raise UserError(
-                f"{path} is compressed with GZIP, which cannot be read by number",
-                "write it again with tf.io.TFRecordWriter(path), which does not compress",
-            )
+            what = f"{path} is compressed with GZIP, which cannot be read by number"
+            raise UserError(what, "write it again with tf.io.TFRecordWriter(path), which does not compress")
         offsets, lengths, checks, at = [], [], [], 0
         while at + _HEAD.size <= size:
             length, check = _HEAD.unpack_from(whole, at)
@@ -214,10 +211,8 @@ def _features(options: Options) -> tuple[list[Feature], int | None, Pictures]:
         check_whole(f"data.options: {name}", value)
     features = [_feature(name, text) for name, text in options.items() if name not in numbers]
     if not 2 <= len(features) <= 3:
-        raise UserError(
-            "data.options of tfrecord: names the features x, y and perhaps weight, in this order, with their types",
-            "write it like image=jpeg, label=int64, classes=10",
-        )
+        what = "data.options of tfrecord: names the features x, y and perhaps weight, in this order, with their types"
+        raise UserError(what, "write it like image=jpeg, label=int64, classes=10")
     target, classes = features[1], numbers.get("classes")
     if target.is_image or (target.kind == "int64") != (classes is not None):
         raise UserError(
@@ -232,9 +227,8 @@ def _features(options: Options) -> tuple[list[Feature], int | None, Pictures]:
 def _feature(name: str, text: object) -> Feature:
     written = _WRITTEN.match(text) if isinstance(text, str) else None
     if not written:
-        raise UserError(
-            f"data.options: {name}={text!r} is no type", f"write one of {', '.join(TYPES)}, or 'float32[8, 8, 1]'"
-        )
+        what = f"data.options: {name}={text!r} is no type"
+        raise UserError(what, f"write one of {', '.join(TYPES)}, or 'float32[8, 8, 1]'")
     kind, shape = written.groups()
     if kind == "string":
         raise UserError(f"data.options: {name}=string cannot be trained on", "write jpeg or png, or leave it out")
@@ -262,10 +256,8 @@ def _check(record: bytes, features: list[Feature], where: str) -> None:
             raise UserError(f"data.options: {feature.name}={feature.kind} does not fit {where}, which has {listed}")
         count = len(getattr(stored[feature.name], kind).value)
         if count != int(np.prod(feature.shape)):
-            raise UserError(
-                f"data.options: {feature.name} has {count} values in {where}",
-                f"give its shape, such as {feature.name}='{feature.kind}[{count}]'",
-            )
+            what = f"data.options: {feature.name} has {count} values in {where}"
+            raise UserError(what, f"give its shape, such as {feature.name}='{feature.kind}[{count}]'")
 
 
 def _pixels(stored: tf.Tensor, feature: Feature, pictures: Pictures) -> tf.Tensor:

@@ -108,9 +108,8 @@ def _members(path: str, file: BinaryIO, problems: list[str]) -> Iterator[Member]
     """
     size = os.fstat(file.fileno()).st_size
     if file.read(max(map(len, _PACKED))).startswith(_PACKED):
-        raise UserError(
-            f"{path} is compressed, and what is compressed cannot be read by number", "unpack it to a plain .tar"
-        )
+        what = f"{path} is compressed, and what is compressed cannot be read by number"
+        raise UserError(what, "unpack it to a plain .tar")
     file.seek(0)
     count, at, plain = 0, 0, True
     try:
@@ -317,10 +316,8 @@ def _samples(paths: Sequence[str], names: Sequence[str], field: str, skip: bool)
     for column, name in enumerate(names[1:]):
         values = [values[column] for *_, values in samples]
         if shapes := {value.shape for value in values} - {values[0].shape if values else ()}:
-            raise UserError(
-                f"{paths[0]}: .{name} has shape {list(values[0].shape)} at first and {list(min(shapes))} later",
-                "make them alike",
-            )
+            what = f"{paths[0]}: .{name} has shape {list(values[0].shape)} at first and {list(min(shapes))} later"
+            raise UserError(what, "make them alike")
         tables.append(np.stack(values) if values else np.zeros(0))
     files = np.repeat(np.arange(len(scans), dtype=np.int32), [len(usable) for usable, _ in scans])
     offsets, lengths = (np.array([sample[i] for sample in samples], np.int64) for i in (0, 1))

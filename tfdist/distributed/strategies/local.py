@@ -32,10 +32,8 @@ def mirrored(names: tuple[str, ...], reason: str, jit: str = "off") -> Distribut
     from tfdist.distributed.collectives import sum_in_order
 
     if len(names) < 2:
-        raise UserError(
-            f"--strategy=mirrored needs at least 2 devices, found {len(names)} ({', '.join(names)})",
-            "use --virtual_devices=2 to split the CPU, or --strategy=default",
-        )
+        what = f"--strategy=mirrored needs at least 2 devices, found {len(names)} ({', '.join(names)})"
+        raise UserError(what, "use --virtual_devices=2 to split the CPU, or --strategy=default")
     # Between CPUs of one process TensorFlow would choose its ring collective, which costs 0.7 to 0.4 of
     # the speed; adding up in one place needs no copies there. GPUs keep the default, NCCL.
     reduction = tf.distribute.ReductionToOneDevice(accumulation_fn=sum_in_order) if names[0].startswith("CPU") else None
