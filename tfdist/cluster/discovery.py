@@ -239,7 +239,18 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
     sparse = "sparseCluster" in config or isinstance(cluster.get("worker"), dict)
     if not jobs and not sparse:
         return None
-    kind, index = _task(config)
+    task = config.get("task")
+    kind, number = (task.get("type"), str(task.get("index"))) if isinstance(task, dict) else (None, "")
+    if kind == "evaluator":
+        raise UserError(
+            "TF_CONFIG's task is an evaluator, which tfdist does not support (its rank 0 evaluates)", "start none"
+        )
+    if kind not in ("chief", "worker") or not re.fullmatch(r"\d{1,9}", number, re.ASCII):
+        raise UserError(
+            f"TF_CONFIG's task is {json.dumps(task)}",
+            'write "task": {"type": "worker", "index": 0}, with this worker\'s own type and index',
+        )
+    index = int(number)
     for job in jobs.keys() - {"chief", "worker"}:
         why = {"ps": "it has no parameter servers", "evaluator": "its rank 0 evaluates"}.get(
             job, "it has chief and worker"
@@ -274,22 +285,6 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
     addresses = tuple(join(*place) for place in places)
     local_rank, local_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
     return Cluster(TF_CONFIG, rank, len(places), local_rank, local_size, addresses[0], addresses)
-
-
-def _task(config: dict[str, object]) -> tuple[str, int]:
-    """Returns type and index of TF_CONFIG's task."""
-    task = config.get("task")
-    kind, index = (task.get("type"), task.get("index")) if isinstance(task, dict) else (None, None)
-    if kind == "evaluator":
-        raise UserError(
-            "TF_CONFIG's task is an evaluator, which tfdist does not support (its rank 0 evaluates)", "start none"
-        )
-    if kind not in ("chief", "worker") or not re.fullmatch(r"\d{1,9}", str(index), re.ASCII):
-        raise UserError(
-            f"TF_CONFIG's task is {json.dumps(task)}",
-            'write "task": {"type": "worker", "index": 0}, with this worker\'s own type and index',
-        )
-    return kind, int(str(index))
 
 
 def _has(environ: Mapping[str, str], source: str) -> bool:

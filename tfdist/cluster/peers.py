@@ -142,9 +142,7 @@ class Peers:
     def gather(self, label: str, value: object = None) -> list[Any]:
         """Waits until all workers have called this with the same label; returns their values (JSON), in order of rank.
 
-        Raises:
-          PeerError: a worker was lost meanwhile, or is at another label.
-          UserError: this worker is `apart`.
+        Raises PeerError if a worker was lost meanwhile or is at another label, UserError if this one is `apart`.
         """
         if self._alone:
             return [value]

@@ -232,15 +232,12 @@ class Reminder:
 def meet(
     cluster: Cluster, facts: Mapping[str, str], start_timeout: float = 120.0, stall_timeout: float = 600.0
 ) -> Peers:
-    """Waits until all workers of the run have registered.
+    """Waits until all workers of the run have registered; raises UserError if one is late, joined twice, or differs.
 
     Args:
       facts: what must be the same everywhere, by name: versions, the experiment.
       start_timeout: seconds to wait for the others.
       stall_timeout: for `Peers`.
-
-    Raises:
-      UserError: a worker did not come, joined twice, or differs; or the address cannot be used.
     """
     if cluster.size == 1:
         return Peers(hosts=(platform.node(),))

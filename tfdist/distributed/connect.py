@@ -62,11 +62,7 @@ def locate(options: PlacementOptions) -> Placement:
 
 
 def create(placement: Placement, facts: Mapping[str, str] | None = None) -> Distribution:
-    """Starts TensorFlow on the chosen devices, once all workers have met with the same `facts`, by name.
-
-    Raises:
-      UserError: TensorFlow does not see the devices, or was started before; or the workers did not all come, or differ.
-    """
+    """Starts TensorFlow on the chosen devices, once all workers have met with the same `facts`; raises UserError."""
     where, name, workers = placement.options, placement.choice.name, placement.cluster
     late = "tensorflow" in sys.modules
     cpu_kernels.ask_for(where.cpu_kernels)

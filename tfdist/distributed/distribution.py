@@ -78,11 +78,6 @@ class Distribution:
         return self.timed and self.replicas > 1
 
     @property
-    def variables_span_workers(self) -> bool:
-        """Whether TensorFlow keeps each variable on all workers, so that one of them alone cannot read it."""
-        return self.workers > 1 and self.strategy.num_replicas_in_sync > len(self.devices)
-
-    @property
     def workers(self) -> int:
         """Number of processes."""
         return self.peers.size

@@ -167,11 +167,7 @@ class Selection:
 
 
 def select(devices: str, listed: Survey, environ: Mapping[str, str]) -> Selection:
-    """Applies `--devices` (`all`, `none`, `0,3` or `idle:2`) to what the driver lists, within CUDA_VISIBLE_DEVICES.
-
-    Raises:
-      UserError: a number that does not exist or is hidden, or too few GPUs.
-    """
+    """Applies `--devices` (`all`, `none`, `0,3` or `idle:2`) to what the driver lists; raises UserError."""
     if devices == "none":
         return Selection((), "-1")
     inherited = environ.get("CUDA_VISIBLE_DEVICES")

@@ -35,10 +35,7 @@ def prepare(
 ) -> tuple[str, ...]:
     """Configures TensorFlow for this process, of which there are `local_size` on this host to share its cores.
 
-    Returns TensorFlow's names of the devices that replicas may use (`GPU:0`, `CPU:1`), of one kind.
-
-    Raises:
-      UserError: TensorFlow does not see the GPUs, or has already started in this process with other settings.
+    Returns TensorFlow's names of the devices that replicas may use (`GPU:0`, `CPU:1`), of one kind; raises UserError.
     """
     if not (options.virtual_devices and not survey.gpus):
         gpus.apply(selection)

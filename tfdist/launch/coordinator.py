@@ -80,11 +80,7 @@ class Coordinator:
             )
 
     def run(self) -> int:
-        """Runs attempt after attempt; returns the exit code.
-
-        Raises:
-          UserError: a node does not come or conflicts, or another run has the run folder; the other nodes know it too.
-        """
+        """Runs attempt after attempt; returns the exit code, or raises a UserError, which the other nodes know too."""
         attempt, failures, code, line, wrong = 0, 0, 2, "", None
         try:
             while True:
@@ -102,7 +98,12 @@ class Coordinator:
                 if not outcome.may_restart or failures == self._plan.max_restarts:
                     break
                 failures += 1
-                self._back_off(failures)
+                seconds = min(30.0, 2.0 ** (failures - 1))
+                self._say(f"restart {failures} of {self._plan.max_restarts} in {seconds:g} s")
+                end = time.monotonic() + seconds
+                while time.monotonic() < end:
+                    for node, event in self._poll(end):
+                        self._idle(node, event)
         except UserError as error:
             wrong, line = error, f"error: {error}"
         except _Stopped as stopped:
@@ -331,14 +332,6 @@ class Coordinator:
         verb = "join" if len(self._joined) > 1 else "joins"
         self._say(f"{who} {verb}: the workers stop after the update in progress")
         outcome.grow(f"{who} joined", now)
-
-    def _back_off(self, failures: int) -> None:
-        seconds = min(30.0, 2.0 ** (failures - 1))
-        self._say(f"restart {failures} of {self._plan.max_restarts} in {seconds:g} s")
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            for node, event in self._poll(end):
-                self._idle(node, event)
 
 
 def _nodes(count: int) -> str:

@@ -88,7 +88,18 @@ def _port(text: str | int, nnodes: int) -> int:
 def _elastic(options: argparse.Namespace, environ: Mapping[str, str], start_timeout: float) -> Nodes:
     """Returns the nodes of an elastic job."""
     text = options.nnodes
-    least, most = _range(text)
+    match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
+    if not match:
+        raise UserError(f"--nnodes must be a whole number of at least 1, or MIN:MAX such as 2:4, got {text}")
+    least, most = int(match[1]), int(match[2])
+    for wrong, line in (
+        (most > _MOST, f"MAX must be at most {_MOST}, got {most}: write fewer"),
+        (most < 2, f"MAX must be at least 2, got {most}: write 1:2, or leave --nnodes out for one machine"),
+        (least < 1, f"MIN must be at least 1, got {least}: write 1:{max(2, most)}"),
+        (least > most, f"MIN must be at most MAX, got {least} and {most}: write {most}:{least}"),
+    ):
+        if wrong:
+            raise UserError(f"--nnodes={text} is MIN:MAX, and {line}")
     platform, tasks = env_vars.platform_node(environ), environ.get("SLURM_STEP_NUM_TASKS", "").strip()
     fixed = "TF_CONFIG" if environ.get("TF_CONFIG", "").strip() else ""
     if not fixed and platform and platform.nnodes > 1:
@@ -112,23 +123,6 @@ def _elastic(options: argparse.Namespace, environ: Mapping[str, str], start_time
         seconds("--scale_wait", options.scale_wait or str(SCALE_S), least=0),
     )
     return Nodes(most, least, True, node, options.master_addr, port, "1", waits)
-
-
-def _range(text: str) -> tuple[int, int]:
-    """Reads MIN:MAX."""
-    match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
-    if not match:
-        raise UserError(f"--nnodes must be a whole number of at least 1, or MIN:MAX such as 2:4, got {text}")
-    least, most = int(match[1]), int(match[2])
-    for wrong, line in (
-        (most > _MOST, f"MAX must be at most {_MOST}, got {most}: write fewer"),
-        (most < 2, f"MAX must be at least 2, got {most}: write 1:2, or leave --nnodes out for one machine"),
-        (least < 1, f"MIN must be at least 1, got {least}: write 1:{max(2, most)}"),
-        (least > most, f"MIN must be at most MAX, got {least} and {most}: write {most}:{least}"),
-    ):
-        if wrong:
-            raise UserError(f"--nnodes={text} is MIN:MAX, and {line}")
-    return least, most
 
 
 def secret(nodes: Nodes, insecure: bool, environ: Mapping[str, str]) -> str:

@@ -173,12 +173,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def join(host: str, port: int, secret: str, own: Member, timeout: float, events: Events, screen: Screen) -> NodeLink:
-    """Registers with node 0, which may start later.
-
-    Raises:
-      UserError: it cannot be reached within `timeout` seconds, or refuses this node.
-      Signalled: a signal came.
-    """
+    """Registers with node 0, which may start later; raises UserError if it refuses or is late, or Signalled."""
     node0, deadline = f"node 0 at {host}:{port}", time.monotonic() + timeout
     remind = registration.Reminder(screen.say, deadline)
 
@@ -365,11 +360,7 @@ def code_of(name: str) -> int:
 
 
 def follow(plan: LaunchPlan, events: Events, screen: Screen) -> int:
-    """Runs the launcher of another node than 0; returns the exit code.
-
-    Raises:
-      UserError: node 0 cannot be reached or refuses this node.
-    """
+    """Runs the launcher of another node than 0; returns the exit code, or raises UserError at the start."""
     agent, heartbeats = NodeAgent(plan, events, screen), Heartbeats()
     try:
         # A node of an elastic job comes back as often as it is cut off.

@@ -65,20 +65,20 @@ def launch(function: Callable[..., T], *args: Any, nproc: int = 2, show: bool = 
             raise TrainingError(f"{_name(function)} has failed on rank {first.stem}: {first.read_text()}")
         if code:
             raise TrainingError(f"{_name(function)} has ended with code {code}: the workers' last lines say why")
-        return [_result(_name(function), folder, rank) for rank in range(nproc)]
-
-
-def _result(function: str, folder: pathlib.Path, rank: int) -> Any:
-    try:
-        return pickle.loads((folder / RESULT.format(rank=rank)).read_bytes())
-    except FileNotFoundError:
-        raise TrainingError(
-            f"{function} has ended rank {rank} without returning: leave out sys.exit and os._exit"
-        ) from None
-    except Exception as error:  # whatever the objects in it raise
-        raise TrainingError(
-            f"what {function} returned on rank {rank} cannot be loaded here ({one_line(error, 200)}): return numbers"
-        ) from error
+        results = []
+        for rank in range(nproc):
+            try:
+                results.append(pickle.loads((folder / RESULT.format(rank=rank)).read_bytes()))
+            except FileNotFoundError:
+                raise TrainingError(
+                    f"{_name(function)} has ended rank {rank} without returning: leave out sys.exit and os._exit"
+                ) from None
+            except Exception as error:  # whatever the objects in it raise
+                raise TrainingError(
+                    f"what {_name(function)} returned on rank {rank} cannot be loaded here ({one_line(error, 200)}): "
+                    "return numbers"
+                ) from error
+        return results
 
 
 def _name(function: object) -> str:

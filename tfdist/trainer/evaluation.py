@@ -353,7 +353,9 @@ def answering_callbacks(
 
     Keras' own end there with an error, and are used everywhere else.
     """
-    if not distribution.variables_span_workers:
+    # TensorFlow keeps each variable of such a strategy on all workers: one of them alone cannot read it.
+    spans = distribution.workers > 1 and distribution.strategy.num_replicas_in_sync > len(distribution.devices)
+    if not spans:
         return contextlib.nullcontext()
     choice = "off" if check_agreement == "off" else "auto"  # a callback may evaluate again and again
     options: dict[str, Any] = dict(distribution=distribution, virtual_replicas=virtual_replicas, check_agreement=choice)

@@ -42,12 +42,9 @@ _LATE_FIX = "look at its output, or raise --start_timeout"
 
 
 def start(limit: float) -> tuple[ModuleType, tuple[str, ...]]:
-    """Starts Horovod in this process, once all others have come, for which they have `limit` seconds.
+    """Starts Horovod once all others have come, for which they have `limit` seconds; raises UserError.
 
     Returns its module, and the host name of each process by rank, or none if they are unknown.
-
-    Raises:
-      UserError: it is not built for this TensorFlow, or does not start, or a process has not come.
     """
     problem = horovod_install.problem()
     if problem:
@@ -131,7 +128,13 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
         if hvd.size() > 1:
             hvd.broadcast_variables([v.value for v in variables], root_rank=0)
 
-    _reduce_in_layers(hvd)
+    def all_reduce(reduce_op: tf.distribute.ReduceOp | str, value: object, options: object = None) -> object:
+        del options
+        op = hvd.Average if getattr(reduce_op, "value", reduce_op).upper() == "MEAN" else hvd.Sum
+        return tf.nest.map_structure(lambda t: hvd.allreduce(t, op=op), value)
+
+    # Layers, such as a synchronized BatchNorm, would reduce over the one replica of their context.
+    tf.distribute.get_replica_context().all_reduce = all_reduce
     return Distribution(
         name="horovod",
         reason=reason,
@@ -149,25 +152,10 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
     )
 
 
-def _reduce_in_layers(hvd: ModuleType) -> None:
-    """Makes layers, such as a synchronized BatchNorm, reduce over the processes: their context has one replica."""
-    import tensorflow as tf
-
-    def all_reduce(reduce_op: tf.distribute.ReduceOp | str, value: object, options: object = None) -> object:
-        del options
-        op = hvd.Average if getattr(reduce_op, "value", reduce_op).upper() == "MEAN" else hvd.Sum
-        return tf.nest.map_structure(lambda t: hvd.allreduce(t, op=op), value)
-
-    tf.distribute.get_replica_context().all_reduce = all_reduce
-
-
 def meet(limit: float, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Waits until all workers that horovodrun has started are there, for `limit` seconds.
+    """Waits until all workers that horovodrun has started are there, `limit` seconds at most; raises UserError.
 
     Returns the host name of each by rank; nothing where there is no horovodrun.
-
-    Raises:
-      UserError: one has not come, or horovodrun cannot be reached.
     """
     try:
         rank, size = int(environ["HOROVOD_RANK"]), int(environ["HOROVOD_SIZE"])

@@ -103,15 +103,12 @@ _PAUSE_S = 0.05
 def create(
     names: tuple[str, ...], reason: str, peers: Peers, jit: str, communication: str, bucket_bytes: int | None
 ) -> Distribution:
-    """Starts the strategy; must come before any TensorFlow operation.
+    """Starts the strategy; must come before any TensorFlow operation, or raises UserError.
 
     Args:
       names: TensorFlow's names of this worker's devices; each worker has as many.
       communication: `auto`, `ring` (gRPC) or `nccl`. Only `auto` takes the memory that workers of one host share.
       bucket_bytes: see `collectives.bucketed`; None for its default.
-
-    Raises:
-      UserError: TensorFlow had started before, or cannot start its server.
     """
     import tensorflow as tf
 
@@ -224,9 +221,27 @@ def _start(
     """Starts TensorFlow's servers on all workers together; raises UserError, or PeerError if one was lost meanwhile."""
     import tensorflow as tf
     from tensorflow.python.distribute import collective_all_reduce_strategy as home
+    from tensorflow.python.distribute import multi_worker_util
+    from tensorflow.python.eager import context
 
-    resolver = _resolver(peers)
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
     if peers.size > 1:
+        spec = tf.train.ClusterSpec({"worker": list(peers.addresses)})
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            spec, task_type="worker", task_id=peers.rank, rpc_layer="grpc"
+        )
+        # The strategy takes what is there; its own setting waits an hour for a worker that dies in this moment.
+        context.context().configure_coordination_service(
+            service_type="standalone",
+            service_leader=multi_worker_util.coordination_leader(spec.as_cluster_def()),
+            cluster_register_timeout_in_ms=1000 * REGISTER_S,
+            heartbeat_timeout_in_ms=1000 * HEARTBEAT_S,
+            coordinated_jobs=[home.coordination_config_pb2.CoordinatedJob(name="worker", num_tasks=peers.size)],
+        )
+        service = context.context().coordination_service
+        if "cluster_register_with_barrier" in service.DESCRIPTOR.fields_by_name:  # TensorFlow 2.18 has none
+            # Without it the time limit is not for the last worker to register: that one waits an hour all the same.
+            service.cluster_register_with_barrier = True
         # The wait holds Python's lock: nothing ends it earlier. So it begins when all are there, TensorFlow imported.
         peers.gather("the start of TensorFlow's servers")
     extended = home.CollectiveAllReduceExtended
@@ -271,33 +286,6 @@ def _wait_for_the_chief(peers: Peers) -> None:
             return
         except OSError:  # TensorFlow will say what is wrong
             time.sleep(_PAUSE_S)
-
-
-def _resolver(peers: Peers) -> tf.distribute.cluster_resolver.ClusterResolver:
-    """Configures TensorFlow with the workers' addresses and time limits."""
-    import tensorflow as tf
-    from tensorflow.python.distribute import collective_all_reduce_strategy as home
-    from tensorflow.python.distribute import multi_worker_util
-    from tensorflow.python.eager import context
-
-    if peers.size == 1:
-        return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
-    spec = tf.train.ClusterSpec({"worker": list(peers.addresses)})
-    # The strategy takes what is there already; its own setting waits an hour for a worker that dies in this moment.
-    context.context().configure_coordination_service(
-        service_type="standalone",
-        service_leader=multi_worker_util.coordination_leader(spec.as_cluster_def()),
-        cluster_register_timeout_in_ms=1000 * REGISTER_S,
-        heartbeat_timeout_in_ms=1000 * HEARTBEAT_S,
-        coordinated_jobs=[home.coordination_config_pb2.CoordinatedJob(name="worker", num_tasks=peers.size)],
-    )
-    service = context.context().coordination_service
-    if "cluster_register_with_barrier" in service.DESCRIPTOR.fields_by_name:  # TensorFlow 2.18 has none
-        # Without this the time limit is not for the last worker to register: that one waits an hour all the same.
-        service.cluster_register_with_barrier = True
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        spec, task_type="worker", task_id=peers.rank, rpc_layer="grpc"
-    )
 
 
 def _give_back_sigterm() -> None:

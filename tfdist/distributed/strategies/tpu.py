@@ -33,8 +33,7 @@ _GRACE_S = 10.0
 def create(name: str, reason: str, limit: float) -> Distribution:
     """Starts the system of a TPU (`local`, or by its name in the Cloud), which alone proves that there is one.
 
-    Raises:
-      UserError: it does not start within `limit` seconds; the line says what to do.
+    Raises UserError, which says what to do, if it does not start within `limit` seconds.
     """
 
     try:
@@ -56,12 +55,9 @@ def _started(name: str) -> tf.distribute.Strategy:
 
 
 def try_elsewhere(name: str, limit: float, environ: Mapping[str, str]) -> None:
-    """Starts the TPU system in a process of its own, for machines on which no device of a TPU is seen.
+    """Starts the TPU system, as `create`, in a process of its own, on a machine where no device of a TPU is seen.
 
     There, tensorflow-tpu 2.20 was seen to end the process with a segmentation fault, and not with an error.
-
-    Raises:
-      UserError: it does not start within `limit` seconds, with TensorFlow's import; the line says what to do.
     """
     done = child_process.answer([sys.executable, "-m", "tfdist.distributed.strategies.tpu", name], limit, environ)
     if done is None:
