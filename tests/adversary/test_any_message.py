@@ -23,7 +23,7 @@ from tfdist.cluster.watch import Watch
 from tfdist.cluster.wire import Acceptor
 from tfdist.doctor import network
 from tfdist.launch import node_agent
-from tfdist.launch.event_loop import Events
+from tfdist.launch.worker_process import Events
 
 SECRET = "hush"
 LIMIT_S = 60

@@ -15,7 +15,7 @@ from tfdist.cluster import registration, standard_error, watch, wire
 from tfdist.cluster.watch import Watch
 from tfdist.errors import printable, shown
 from tfdist.launch import node_agent
-from tfdist.launch.event_loop import Events
+from tfdist.launch.worker_process import Events
 
 WORKER = dict(kind="worker", rank=1, facts={"a": "b"}, host="h", pid=3, address="h:1", nproc=1)
 NODE = WORKER | dict(kind="node", facts={"--jit": "on"}, address="", nproc=2)

@@ -330,10 +330,7 @@ def test_strangers_do_not_stand_before_the_call_back(member, port):
         sock.close()
 
 
-UNREACHABLE = [
-    ("refused", "connection refused"),
-    ("elsewhere", "another worker answers there"),
-]
+UNREACHABLE = [("refused", "connection refused"), ("elsewhere", "another worker answers there")]
 
 
 @pytest.mark.parametrize("how, why", UNREACHABLE)

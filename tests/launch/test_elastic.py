@@ -337,11 +337,7 @@ def test_an_empty_number_is_not_taken_for_none(flags, planned):
         ([*ELASTIC, "--join_timeout=-1"], {}, "--join_timeout must be a number of seconds, got -1"),
         ([*ELASTIC, "--scale_wait=nan"], {}, "--scale_wait must be a number of seconds, got nan"),
         ([*ELASTIC, "--rejoin_timeout=0"], {}, "--rejoin_timeout must be a positive number of seconds, got 0"),
-        (
-            ["--join_timeout=3"],
-            {},
-            "--join_timeout is for --nnodes=MIN:MAX, where nodes may join and leave",
-        ),
+        (["--join_timeout=3"], {}, "--join_timeout is for --nnodes=MIN:MAX, where nodes may join and leave"),
         (["--nnodes=2", "--scale_wait=3"], {}, "--scale_wait is for --nnodes=MIN:MAX"),
         (["--rejoin_timeout=3"], {}, "--rejoin_timeout is for --nnodes=MIN:MAX"),
     ],

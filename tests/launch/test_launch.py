@@ -25,8 +25,8 @@ from tfdist.cluster import wire
 from tfdist.errors import UserError
 from tfdist.launch import __main__ as launch_main
 from tfdist.launch import worker_process
-from tfdist.launch.event_loop import Events, Screen
 from tfdist.launch.failure_policy import AttemptOutcome
+from tfdist.launch.worker_process import Events, Screen
 
 TWO = ("--nproc_per_node=2", "--")
 ACT = (*TWO, "actor.py")

@@ -13,7 +13,7 @@ import tfdist
 from tfdist.cluster import registration, wire
 from tfdist.errors import UserError
 from tfdist.launch import coordinator, machines, node_agent
-from tfdist.launch.event_loop import Events, Screen
+from tfdist.launch.worker_process import Events, Screen
 
 HOST = socket.gethostname()
 TWICE = (
@@ -77,11 +77,7 @@ def test_a_failure_is_told_everywhere(node):
 
 def test_who_only_lost_another_is_not_to_blame_across_nodes(node, tmp_path):
     pipes(tmp_path, "f")
-    act = [
-        "actor.py",
-        "0=open:f;lost:1 (h), whose process ended;exit:1",
-        "1=last:f;kill:SIGSEGV",
-    ]
+    act = ["actor.py", "0=open:f;lost:1 (h), whose process ended;exit:1", "1=last:f;kill:SIGSEGV"]
     zero, one = node(0, *act), node(1, *act)
     assert (zero.end(), one.end()) == (139, 139)
     assert "root cause: rank 1 " in zero.until("root cause")
@@ -224,10 +220,7 @@ TRAIN = ["--config.model.name=mlp"]
 @pytest.mark.parametrize(
     "theirs, message",
     [
-        (
-            dict(nnodes=3),
-            "node 1 (HOST) differs from node 0 in --nnodes: 3 and 2: start all nodes with the same flags",
-        ),
+        (dict(nnodes=3), "node 1 (HOST) differs from node 0 in --nnodes: 3 and 2: start all nodes with the same flags"),
         (
             dict(flags=["--max_restarts=1"]),
             "node 1 (HOST) differs from node 0 in --max_restarts: 1 and 0: start all nodes with the same",

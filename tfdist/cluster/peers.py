@@ -56,7 +56,7 @@ class Peers:
         self.rank, self.size = rank, len(hosts)
         self.hosts, self.addresses = hosts, addresses
         self.last_words: Callable[[str], None] = lambda message: None
-        """called with `failure` if another thread ends the process"""
+        """Called with `failure` if another thread ends the process."""
         self.on_loss: Callable[[], None] = lambda: None
         """Called on the chief, beside the main thread, when another worker has died or fallen silent."""
         self._watch = Watch(

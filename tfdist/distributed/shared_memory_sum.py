@@ -8,6 +8,7 @@ wait. Others must see writes in the order in which they were made: on x86 they d
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -140,8 +141,10 @@ def between(peers: Peers) -> SharedMemorySum | None:
         return None
     offer, memory = _offered(_bytes(peers.size)) if peers.rank == 0 else (None, None)
     note = peers.gather("the memory in which workers sum", offer.note() if offer else None)[0]
-    if note and peers.rank > 0:
-        memory = _taken(note)
+    file = host_memory.opened(note, writing=True) if note and peers.rank > 0 else None
+    if file:
+        with file, contextlib.suppress(OSError):
+            memory = mmap.mmap(file.fileno(), int(note["size"]))
     everybody = all(peers.gather("whether all workers see that memory", memory is not None))
     if offer:
         offer.close()
@@ -161,14 +164,3 @@ def _offered(size: int) -> tuple[host_memory.Offer | None, mmap.mmap | None]:
         if offer:
             offer.close()
         return None, None
-
-
-def _taken(note: host_memory.Note) -> mmap.mmap | None:
-    file = host_memory.opened(note, writing=True)
-    if file is None:
-        return None
-    with file:
-        try:
-            return mmap.mmap(file.fileno(), int(note["size"]))
-        except OSError:
-            return None

@@ -80,18 +80,3 @@ def _automatic(
             return "tpu", f"{hint} says that there is a TPU"
         without = f"; not tpu, though {hint} says that there is one: {problem}" if hint else ""
     return ("mirrored" if devices > 1 else "default"), f"{what} here{without}"
-
-
-def check_visible(selection: Selection, seen: int, options: PlacementOptions, said: str) -> None:
-    """Refuses to train on the CPU in silence when TensorFlow sees fewer GPUs than were selected, and says why."""
-    wanted = len(selection.gpus)
-    if seen >= wanted:
-        return
-    signs = ("dlopen", "cuInit", "libcud", "cuda drivers", "driver version")
-    reasons = [line.partition("] ")[2] or line for line in said.splitlines() if any(s in line for s in signs)]
-    raise UserError(
-        f"the driver lists {wanted} usable GPU{'s' * (wanted > 1)} ({selection.gpus[0].name}) "
-        f"and TensorFlow sees {seen}{f' ({reasons[-1].strip()})' if reasons else ''}",
-        "install TensorFlow with CUDA (pip install 'tfdist[cuda]'), "
-        "or train on the CPU with --strategy=default --devices=none",
-    )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from tfdist.cluster import standard_error
 from tfdist.config.runtime_options import PlacementOptions
-from tfdist.distributed import child_process, gpus, strategy_choice
+from tfdist.distributed import child_process, gpus
 from tfdist.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -40,7 +40,16 @@ def prepare(
     if not (options.virtual_devices and not survey.gpus):
         gpus.apply(selection)
     tf, seen, said = start()
-    strategy_choice.check_visible(selection, len(seen), options, said)
+    wanted = len(selection.gpus)
+    if len(seen) < wanted:  # else it would train on the CPU in silence
+        signs = ("dlopen", "cuInit", "libcud", "cuda drivers", "driver version")
+        reasons = [line.partition("] ")[2] or line for line in said.splitlines() if any(s in line for s in signs)]
+        raise UserError(
+            f"the driver lists {wanted} usable GPU{'s' * (wanted > 1)} ({selection.gpus[0].name}) "
+            f"and TensorFlow sees {len(seen)}{f' ({reasons[-1].strip()})' if reasons else ''}",
+            "install TensorFlow with CUDA (pip install 'tfdist[cuda]'), "
+            "or train on the CPU with --strategy=default --devices=none",
+        )
     virtual = options.virtual_devices
     threads = options.threads
     if threads is None and local_size > 1:

@@ -23,8 +23,8 @@ from tfdist.config.messages import aside
 from tfdist.distributed import gpus
 from tfdist.errors import UserError, shown
 from tfdist.launch import coordinator, machines, node_agent
-from tfdist.launch.event_loop import Events, Screen
 from tfdist.launch.machines import JOIN_S, SCALE_S
+from tfdist.launch.worker_process import Events, Screen
 
 _OWN = ("devices", "workdir", "threads", "progress", "start_timeout", "stall_timeout")  # may differ between nodes
 

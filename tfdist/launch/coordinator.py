@@ -19,9 +19,9 @@ from tfdist.cluster import wire
 from tfdist.cluster.registration import Arrival, Registrar, Reminder, drain, refuse
 from tfdist.errors import UserError
 from tfdist.launch import node_agent
-from tfdist.launch.event_loop import Events, Screen
 from tfdist.launch.failure_policy import AttemptOutcome, NodeExit
 from tfdist.launch.node_agent import NodeLink
+from tfdist.launch.worker_process import Events, Screen
 
 EXIT_WAIT_S = 3.0  # time for the other launchers to receive the last message
 _RECORDED = 50  # most attempts that the chief records
@@ -129,11 +129,18 @@ class Coordinator:
         at = f"at {self._registrar.address}"
         missing = lambda: nodes.min - 1 - len(self._links)
         room = lambda: nodes.max - 1 - len(self._links)
+        absent = lambda: [str(node) for node in range(1, nodes.max) if node not in self._links]
+
+        def who() -> str:
+            if nodes.elastic:
+                return f"{_nodes(missing())} of at least {nodes.min} {at}"
+            return f"node{'s' * (len(absent()) > 1)} {', '.join(absent())} of {nodes.max} {at}"
+
         while True:
-            if not self._wait(lambda: missing() <= 0, limit, lambda: f"{self._missing_nodes(missing())} {at}", first):
-                rank = "" if nodes.elastic else f"--node_rank={self._absent()[0]} "
+            if not self._wait(lambda: missing() <= 0, limit, who, first):
+                rank = "" if nodes.elastic else f"--node_rank={absent()[0]} "
                 raise UserError(
-                    f"timed out after {limit:g} s waiting for {self._missing_nodes(missing())} {at}",
+                    f"timed out after {limit:g} s waiting for {who()}",
                     f"start python -m tfdist.launch {nodes.size} {rank}--master_addr={nodes.addr} "
                     f"--master_port={nodes.port} ... there, or raise --{flag}_timeout",
                 )
@@ -141,15 +148,6 @@ class Coordinator:
                 self._wait(lambda: room() <= 0, nodes.waits.join, lambda: f"up to {_nodes(room())} {at}", first)
             if missing() <= 0:  # else one has disconnected meanwhile
                 return
-
-    def _absent(self) -> list[int]:
-        return [node for node in range(1, self._nodes.max) if node not in self._links]
-
-    def _missing_nodes(self, count: int) -> str:
-        if self._nodes.elastic:
-            return f"{_nodes(count)} of at least {self._nodes.min}"
-        absent = self._absent()
-        return f"node{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {self._nodes.max}"
 
     def _wait(self, enough: Callable[[], bool], seconds: float, who: Callable[[], str], first: bool) -> bool:
         """Waits until `enough`; returns False if that took too long."""

@@ -25,9 +25,8 @@ from tfdist.cluster.registration import Member
 from tfdist.cluster.schema import whole
 from tfdist.config import messages
 from tfdist.errors import UserError
-from tfdist.launch.event_loop import Events, Screen, Signalled
 from tfdist.launch.machines import Nodes
-from tfdist.launch.worker_process import Start, WorkerGroup
+from tfdist.launch.worker_process import Events, Screen, Signalled, Start, WorkerGroup
 
 SUPERSEDED_S = 5.0  # after this silence, a launcher that registers with the same node rank is the old one started again
 _HANGUPS = 3  # handshakes in a row that end early: by then it is no accident
