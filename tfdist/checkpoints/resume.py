@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tfdist.checkpoints import files
 from tfdist.checkpoints.files import DISK, DamagedError, Disk
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.cluster.facts import differing_facts
+from tfdist.cluster.peers import differing_facts
 from tfdist.config import Experiment, current_name, flat
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import ResumeOptions

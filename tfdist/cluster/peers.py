@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import socket
 import sys
@@ -16,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from tfdist.cluster import heartbeat, standard_error
-from tfdist.cluster.facts import difference
 from tfdist.cluster.heartbeat import BEAT_S, END, SILENT_S
 from tfdist.cluster.watch import Watch
 from tfdist.cluster.wire import Connection
 from tfdist.errors import PeerError, UserError, one_line
 
+ROUNDING = 1e-5  # relative to the largest number of a list; ten times this relative to a number itself
 EXIT_WAIT_S = 20.0  # how long the chief waits at the end for the others' processes to exit
 
 _OPEN: weakref.WeakSet[Peers] = weakref.WeakSet()  # the workers that this process is; a forked child is none
@@ -159,9 +160,13 @@ class Peers:
         """Raises UserError on all workers if one has other facts: calls would not match, or examples be left out."""
         if self.size == 1:
             return
-        problem = difference(self.gather(label, facts), self.hosts)
-        if problem:
-            raise UserError(problem)
+        first, *others = self.gather(label, facts)
+        for rank, theirs in enumerate(others, 1):
+            for name, value, expected in differing_facts(theirs, first):
+                raise UserError(
+                    f"worker {rank} ({self.hosts[rank]}) has other data than worker 0 ({name}: {value} and not "
+                    f"{expected}): give all workers the same, the whole of it, since each takes its own rows"
+                )
 
     def once(
         self,
@@ -263,3 +268,31 @@ def _abandon_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_in_child)
+
+
+def differing_facts(theirs: Mapping[str, object], mine: Mapping[str, object]) -> Iterator[tuple[str, str, str]]:
+    """Yields name, their value and mine of each fact in which both differ, numbers in lists by more than rounding."""
+    for name, expected in mine.items():  # in its order, so that all workers report the same
+        value = theirs.get(name)
+        if isinstance(expected, list) and isinstance(value, list) and any(isinstance(v, float) for v in expected):
+            value, expected = next(_differing(value, expected), (None, None))
+        if name in theirs and value != expected:
+            yield name, str(value)[:100], str(expected)[:100]
+
+
+def _differing(theirs: list[object], mine: list[object]) -> Iterator[tuple[object, object]]:
+    """Yields pairs that differ by more than rounding, or the lengths if they differ."""
+    if len(theirs) != len(mine):
+        yield f"{len(theirs)} values", f"{len(mine)} values"
+        return
+    floats = [abs(v) for v in mine if isinstance(v, float) and math.isfinite(v)]
+    allowed = ROUNDING * max(floats, default=0.0)
+    for value, expected in zip(theirs, mine):
+        if not (isinstance(value, float) and isinstance(expected, float)):
+            same = value == expected
+        elif math.isnan(expected):
+            same = math.isnan(value)
+        else:
+            same = math.isclose(value, expected, rel_tol=10 * ROUNDING, abs_tol=allowed)
+        if not same:
+            yield value, expected
