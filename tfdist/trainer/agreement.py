@@ -67,7 +67,8 @@ def agree(
         if other != digests[0]:
             raise UserError(
                 f"worker {rank} ({peers.hosts[rank]}) has read other batches than worker 0 up to {label}",
-                "give shuffle() a seed, as in shuffle(1000, seed=0), and set any global seed alike on all workers",
+                "give shuffle() a seed, as in shuffle(1000, seed=0), "
+                "and set a global seed, if any, alike on all workers",
             )
     for rank, reason in enumerate(reasons):
         if reason:
