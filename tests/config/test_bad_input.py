@@ -89,7 +89,7 @@ mirrored => unexpected argument 'mirrored': flags are written --name=value
     optimizer.reduce_dtype=bfloat16 cannot be used with train.virtual_replicas, whose sums are exact: leave out one
     of them
 --config.train.virtual_replicas=8 --topology=v5e-8 --dry_run =>
-    --topology compiles the step without shards: set train.virtual_replicas=0
+    --topology compiles the step without virtual replicas: set train.virtual_replicas=0
 --config.train.batch_size=3 --virtual_devices=4 => train.batch_size=3 is smaller than 4 replicas: use at least 4
 --config.train.batch_size=8 --virtual_devices=4 --config.train.accumulate=3 =>
     train.batch_size=8 is smaller than 4 replicas x 3 micro-batches: use at least 12

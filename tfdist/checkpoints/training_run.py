@@ -39,7 +39,7 @@ class TrainingRun:
     updates_per_epoch: int | None
     seed: int
     examples: int | None = None  # of the data, where known: with one more, each would come at another place
-    shards: int = 0  # of a batch; 0 for none
+    virtual_replicas: int = 0
     facts: Mapping[str, object] = dataclasses.field(default_factory=dict)  # `Source.facts`: other data is noticed
 
     def identity(self) -> dict[str, int | None]:
@@ -71,7 +71,7 @@ def state_of(
         "position": dataclasses.asdict(position) | {"logs": {k: _plain(v) for k, v in position.logs.items()}},
         "run": run.identity(),
         "replicas": run.distribution.replicas,
-        "arithmetic": arithmetic.facts(run.distribution) if run.shards else {},
+        "arithmetic": arithmetic.facts(run.distribution) if run.virtual_replicas else {},
         "strategy": run.distribution.name,
         "cpu_kernels": cpu_kernels.in_use(),
         "experiment": dict(experiment),
@@ -97,16 +97,20 @@ def restore(
     state = run.distribution.peers.gather("the checkpoint to resume from", mine)[0]
     if state is None:
         return None, {}
-    if not run.shards:  # else `arithmetic` has it
+    if not run.virtual_replicas:  # else `arithmetic` has it
         _log_other_kernels(run.distribution, state.get("cpu_kernels"))
     optimizer = keras_internals.inner_optimizer(model.optimizer)
     setting = keras_internals.rate_setting(optimizer)
     rate = setting if isinstance(setting, keras.Variable) else None
     rate_here = 0.0 if rate is None else float(rate.numpy())
     training_state.restore(model, run.distribution, run.callbacks, checkpoint.tensors if checkpoint else {})
-    if run.shards or state["replicas"] != run.distribution.replicas:
-        training_state.separate_streams(model, run.distribution, apart=not run.shards)
-    odd = arithmetic.differences(arithmetic.facts(run.distribution), state.get("arithmetic", {})) if run.shards else []
+    if run.virtual_replicas or state["replicas"] != run.distribution.replicas:
+        training_state.separate_streams(model, run.distribution, apart=not run.virtual_replicas)
+    odd = (
+        arithmetic.differences(arithmetic.facts(run.distribution), state.get("arithmetic", {}))
+        if run.virtual_replicas
+        else []
+    )
     if odd and state.get("arithmetic") and run.distribution.is_chief:
         logger.info(f"WARNING: results may not be bit-identical from here on: {'; '.join(odd)}")
     restore_callbacks(run.callbacks, state["callbacks"])

@@ -63,7 +63,12 @@ def check_labels(y: np.ndarray, classes: int, what: str) -> None:
 
 
 def layout_of(
-    source: Source, batch: int | None, distribution: Distribution, accumulate: int, least: bool = True, shards: int = 0
+    source: Source,
+    batch: int | None,
+    distribution: Distribution,
+    accumulate: int,
+    least: bool = True,
+    virtual_replicas: int = 0,
 ) -> Layout:
     """Returns how the global batches of `source` are laid out, which all workers must have alike.
 
@@ -71,7 +76,7 @@ def layout_of(
       batch: global batch, 32 if not given; a data set brings its own.
       accumulate: micro-batches per update.
       least: insist on an example per replica or shard, and micro-batch; measuring does without.
-      shards: into which every micro-batch is cut; 0 for a slice per replica.
+      virtual_replicas: into which every micro-batch is cut; 0 for a slice per replica.
     """
     batch = source.global_batch(batch)
     if batch < 1:
@@ -79,12 +84,12 @@ def layout_of(
     if accumulate < 1:
         raise UserError(f"accumulate must be at least 1, got {accumulate}")
     if least:
-        source.check_parts(batch, distribution.replicas, accumulate, shards)
-    layout = Layout(batch, shards or distribution.replicas, accumulate, virtual=bool(shards))
-    if shards and source.size is not None:
-        layout = dataclasses.replace(layout, none_empty=min(source.sizes(batch)) >= shards * accumulate)
+        source.check_parts(batch, distribution.replicas, accumulate, virtual_replicas)
+    layout = Layout(batch, virtual_replicas or distribution.replicas, accumulate, virtual=bool(virtual_replicas))
+    if virtual_replicas and source.size is not None:
+        layout = dataclasses.replace(layout, none_empty=min(source.sizes(batch)) >= virtual_replicas * accumulate)
     if distribution.workers == 1:
-        return dataclasses.replace(layout, static=distribution.static_shapes and not shards)
+        return dataclasses.replace(layout, static=distribution.static_shapes and not virtual_replicas)
     layout = layout.for_worker(distribution.replicas, distribution.first, len(distribution.devices))
     if source.reader.alone:
         raise UserError(source.reader.alone)

@@ -67,9 +67,9 @@ def _evaluated(ready: job.Ready, check_agreement: str, should_stop: Callable[[],
     else:
         with distribution.scope():  # with the loss of the training; nothing is going to be updated
             data = models.compiled(model, keras.optimizers.SGD(), ready.experiment, data)
-    batch, shards = ready.experiment.eval.batch_size, ready.experiment.train.virtual_replicas
-    preconditions.model_fits(model, distribution, 1, shards)
-    measure = Evaluation(model, data.eval, distribution, batch, None, shards)
+    batch, virtual_replicas = ready.experiment.eval.batch_size, ready.experiment.train.virtual_replicas
+    preconditions.model_fits(model, distribution, 1, virtual_replicas)
+    measure = Evaluation(model, data.eval, distribution, batch, None, virtual_replicas)
     measure.check(check_agreement)
     return measure.run(None, should_stop), measure.examples
 

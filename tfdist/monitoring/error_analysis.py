@@ -29,7 +29,7 @@ def of_run(
     spec: Spec,
     distribution: Distribution,
     batch_size: int | None = None,
-    shards: int = 0,
+    virtual_replicas: int = 0,
     limit: int = LIMIT,
 ) -> confusion.Findings | None:
     """Analyzes a classifier's mistakes on its evaluation data, the first `limit` examples. Every worker must call this.
@@ -56,7 +56,7 @@ def of_run(
     try:
         batch = first.requested_batch(None, batch_size)
         scores = evaluation.predict(  # the training has run the equivalence check
-            model, first, batch, 0, distribution=distribution, virtual_replicas=shards, check_agreement="off"
+            model, first, batch, 0, distribution=distribution, virtual_replicas=virtual_replicas, check_agreement="off"
         )
     except Exception as error:
         if distribution.workers > 1 and not isinstance(error, UserError):

@@ -72,7 +72,7 @@ def _check(experiment: config.Experiment, environment: runtime_options.Environme
 
     validation.validate(experiment)
     if environment.topology and experiment.train.virtual_replicas:
-        raise UserError("--topology compiles the step without shards", "set train.virtual_replicas=0")
+        raise UserError("--topology compiles the step without virtual replicas", "set train.virtual_replicas=0")
     ahead_of_time.check(environment, experiment.train.batch_size)
     schedule.interval("checkpoint.every", experiment.checkpoint.every)
     schedule.better(experiment.checkpoint.best)

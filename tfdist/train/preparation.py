@@ -125,16 +125,16 @@ def prepare(
     )
 
 
-def _announce(distribution: Distribution, placement: Placement, shards: int) -> None:
+def _announce(distribution: Distribution, placement: Placement, virtual_replicas: int) -> None:
     """Logs the strategy with its devices, and problems of the driver."""
     count = distribution.replicas
     xla = {"off": "", "on": ", compiled by XLA", "auto": ", compiled by XLA where it can"}[distribution.jit]
     replicas = f"{count} replica{'s' * (count > 1)} on {', '.join(distribution.devices)}{xla}"
     logger.info(f"strategy {distribution.name}, because {distribution.reason}: {replicas}")
-    if shards:
-        same = f"every batch in {shards} virtual replicas, with the same bits on any number of replicas up to that"
+    if virtual_replicas:
+        same = f"every batch in {virtual_replicas} virtual replicas, with the same bits on any number of replicas up to "
         threads = placement.options.threads
-        logger.info(same + (f"; --threads={threads} decides about the bits, too" if threads else ""))
+        logger.info(f"{same}that" + (f"; --threads={threads} decides about the bits, too" if threads else ""))
     if placement.selection.gpus:
         logger.info(f"devices: {placement.selection.describe()}")
     if placement.survey.problem:

@@ -157,8 +157,10 @@ class Run:
         result = self._result(status, reason)
         mistakes = None
         if status == "completed":  # a preempted run has no time for it
-            batch, shards = self._experiment.eval.batch_size, self._experiment.train.virtual_replicas
-            mistakes = error_analysis.of_run(self._model, self._data.eval, self._data.spec, distribution, batch, shards)
+            batch, virtual = self._experiment.eval.batch_size, self._experiment.train.virtual_replicas
+            mistakes = error_analysis.of_run(
+                self._model, self._data.eval, self._data.spec, distribution, batch, virtual
+            )
         write_result(folder, result, mistakes)
         logger.info(result_lines(result, folder))
         if status == "preempted" and self._checkpoints.saved:

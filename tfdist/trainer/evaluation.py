@@ -132,7 +132,9 @@ class Evaluation:
         steps: int | None,
         virtual_replicas: int = 0,
     ):
-        self._layout = layout = sources.layout_of(source, batch, distribution, 1, least=False, shards=virtual_replicas)
+        self._layout = layout = sources.layout_of(
+            source, batch, distribution, 1, least=False, virtual_replicas=virtual_replicas
+        )
         self._feed, self.batches = _feed(source, layout, steps, "evaluate")
         self._reader = source.reader
         self._step = step_calls.step_of(model, distribution, source)
@@ -307,7 +309,7 @@ def _predict(
     if virtual_replicas:
         preconditions.virtual(model, distribution, virtual_replicas)
     layer_state.average_statistics(model, distribution, virtual_replicas)
-    layout = sources.layout_of(source, batch_size, distribution, 1, least=False, shards=virtual_replicas)
+    layout = sources.layout_of(source, batch_size, distribution, 1, least=False, virtual_replicas=virtual_replicas)
     feed, batches = _feed(source, layout, steps, "predict from")
     step = step_calls.step_of(model, distribution, source, outputs_only=True)
     replica_sync_check.check_weights(model, distribution, "before a prediction")

@@ -105,7 +105,9 @@ def plan_training(model: keras.Model, source: sources.Source, options: FitOption
     if options.virtual_replicas:
         distribution.peers.check_same(arithmetic.facts(distribution), "what decides about the last bit")
     batch = source.requested_batch(options.batch_size, steps=options.steps_per_epoch)
-    layout = sources.layout_of(source, batch, distribution, options.accumulate, shards=options.virtual_replicas)
+    layout = sources.layout_of(
+        source, batch, distribution, options.accumulate, virtual_replicas=options.virtual_replicas
+    )
     feed = feed_of(source, layout, options)
     if options.steps_per_epoch is None and feed.batches == 0:
         raise UserError("the data set never ends", "give steps_per_epoch")
