@@ -156,7 +156,13 @@ class Peers:
             raise self.error()
         return values
 
-    def check_same(self, facts: Mapping[str, object], label: str) -> None:
+    def check_same(
+        self,
+        facts: Mapping[str, object],
+        label: str,
+        what: str = "data",
+        fix: str = "give all workers the same, the whole of it, since each takes its own rows",
+    ) -> None:
         """Raises UserError on all workers if one has other facts: calls would not match, or examples be left out."""
         if self.size == 1:
             return
@@ -164,8 +170,9 @@ class Peers:
         for rank, theirs in enumerate(others, 1):
             for name, value, expected in differing_facts(theirs, first):
                 raise UserError(
-                    f"worker {rank} ({self.hosts[rank]}) has other data than worker 0 ({name}: {value} and not "
-                    f"{expected}): give all workers the same, the whole of it, since each takes its own rows"
+                    f"worker {rank} ({self.hosts[rank]}) has other {what} than worker 0 ({name}: {value} and not "
+                    f"{expected})",
+                    fix,
                 )
 
     def once(

@@ -132,7 +132,9 @@ def _announce(distribution: Distribution, placement: Placement, virtual_replicas
     replicas = f"{count} replica{'s' * (count > 1)} on {', '.join(distribution.devices)}{xla}"
     logger.info(f"strategy {distribution.name}, because {distribution.reason}: {replicas}")
     if virtual_replicas:
-        same = f"every batch in {virtual_replicas} virtual replicas, with the same bits on any number of replicas up to "
+        same = (
+            f"every batch in {virtual_replicas} virtual replicas, with the same bits on any number of replicas up to "
+        )
         threads = placement.options.threads
         logger.info(f"{same}that" + (f"; --threads={threads} decides about the bits, too" if threads else ""))
     if placement.selection.gpus:

@@ -1,0 +1,47 @@
+"""Workers that call fit with other arguments are told so before the first update."""
+
+import pytest
+
+import tfdist
+
+CASES = {
+    "nothing": {},
+    "seed": {"seed": (0, 1)},
+    "shuffle": {"shuffle": (True, False)},
+    "epochs": {"epochs": (1, 2)},
+    "beta_1": {},
+}
+
+
+def refusals():
+    import os
+
+    import keras
+    import numpy as np
+
+    import tfdist
+
+    rank, distribution, said = int(os.environ["RANK"]), tfdist.connect("multi_worker"), {}
+    x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
+    for name, options in CASES.items():
+        with distribution.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.Adam(beta_1=0.9 - 0.1 * rank * (name == "beta_1")), "mse")
+        own = {option: values[rank] for option, values in options.items()}
+        try:
+            tfdist.fit(model, x, y, batch_size=4, verbose=0, distribution=distribution, **own)
+            said[name] = ""
+        except tfdist.UserError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_other_arguments_of_a_worker_are_named():
+    """Another order on each worker would count some rows twice and leave out others."""
+    first, second = tfdist.launch(refusals, nproc=2, show=False)
+    assert first == second
+    assert first.pop("nothing") == ""
+    for name, message in first.items():
+        assert f"has other arguments of fit or of the optimizer than worker 0 ({name}: " in message
+        assert "give all workers the same" in message
