@@ -35,17 +35,13 @@ READERS = [  # who reads it, and messages that are right
     (registration.ANSWER_TO_NODE, [{"welcome": "h"}, {"refused": "no", "fix": "x"}]),
     (node_agent.EVENTS, [{"beat": 1}, {"event": "exit", "exit": EXIT}, {"event": "signal", "name": "SIGTERM"}]),
     (node_agent.ORDERS, [{"order": "round", "round": ROUND}, {"order": "over", "code": 0, "line": ""}]),
-    (
-        registration.answer_to_worker(2),
-        [{"welcome": {"addresses": ["h:1", "i:2"], "hosts": ["h", "i"]}}, {"refused": "no", "fix": "x"}],
-    ),
+    (registration.answer_to_worker(2), [{"welcome": {"addresses": ["h:1", "i:2"], "hosts": ["h", "i"]}},
+                                        {"refused": "no", "fix": "x"}]),
     (watch.TO_CHIEF, [{"beat": "call", "update": 3, "for": 0.5}, {"gather": 0, "label": "x", "value": [1]}]),
-    (
-        watch.from_chief(2),
-        [{"gathered": 0, "values": [None, 1]}, {"failed": "x"}, {"lost": "x", "worker": 1, "why": "y"}],
-    ),
+    (watch.from_chief(2), [{"gathered": 0, "values": [None, 1]}, {"failed": "x"}, {"lost": "x", "worker": 1,
+                                                                                   "why": "y"}]),
     (network._ANSWER, [{"doctor": {"host": "h", "versions": {"a": "1"}, "clock": 1.5}}]),
-]
+]  # fmt: skip
 RIGHT = [message for _, those in READERS for message in those]
 
 

@@ -84,8 +84,7 @@ KINDS = itertools.product((None, shuffled, of_unknown_length, by_number), (1, 2,
 
 
 @pytest.mark.parametrize(
-    "data, replicas",
-    [kind if kind == (None, 1) else pytest.param(*kind, marks=pytest.mark.whole) for kind in KINDS],
+    "data, replicas", [kind if kind == (None, 1) else pytest.param(*kind, marks=pytest.mark.whole) for kind in KINDS]
 )
 def test_stopped_anywhere_and_resumed_ends_with_the_same_bits(replicas, data, connect, tmp_path):
     distribution = connect(replicas)

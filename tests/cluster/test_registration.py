@@ -155,20 +155,14 @@ def test_meets_on_the_socket_that_the_launcher_opened(member, master, port):
 
 
 ONE_IS_WRONG = [  # what each of two or three workers is given, and what all of them say
-    (
-        [dict(facts={"x": "1"}), dict(facts={"x": "2"})],
-        r"worker 1 \(HOST, process \d+\) differs from worker 0 in x: 2 and 1: start all",
-    ),
+    ([dict(facts={"x": "1"}), dict(facts={"x": "2"})],
+     r"worker 1 \(HOST, process \d+\) differs from worker 0 in x: 2 and 1: start all"),
     ([dict(facts={"x": "1"}), dict()], r"worker 1 \(HOST, process \d+\) differs from worker 0 in x: nothing and 1"),
-    (
-        [dict(size=2), dict(size=3)],
-        r"worker 1 \(HOST, process \d+\) differs from worker 0 in the number of workers: 3 and 2",
-    ),
-    (
-        [dict(size=3), dict(size=3, rank=1), dict(size=3, rank=1)],
-        r"two processes joined as worker 1 \(HOST, process \d+ and HOST, process \d+\): give each",
-    ),
-]
+    ([dict(size=2), dict(size=3)],
+     r"worker 1 \(HOST, process \d+\) differs from worker 0 in the number of workers: 3 and 2"),
+    ([dict(size=3), dict(size=3, rank=1), dict(size=3, rank=1)],
+     r"two processes joined as worker 1 \(HOST, process \d+ and HOST, process \d+\): give each"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("workers, message", ONE_IS_WRONG, ids=lambda v: v[:40] if isinstance(v, str) else "")
@@ -596,11 +590,8 @@ STALLS = [  # at 100 s, with 10 s allowed
     (states(r0=("call", 11), r1=("python", 9)), {}, None),
     (states(r0=("call", 9), r1=("python", 11)), {}, None),
     (states(r0=("call", 11), r1=("python", 11)), {}, (1, "stuck in Python for 11 s after update 4 (--stall_timeout)")),
-    (
-        states(r0=("python", 11), r1=("waiting", 11)),
-        {},
-        (0, "stuck in Python for 11 s after update 4 (--stall_timeout)"),
-    ),
+    (states(r0=("python", 11), r1=("waiting", 11)), {}, (0,
+                                                         "stuck in Python for 11 s after update 4 (--stall_timeout)")),
     (
         states(r0=("call", 11), r1=("call", 11)),
         {},
@@ -632,7 +623,7 @@ STALLS = [  # at 100 s, with 10 s allowed
     (states(r0=("call", 9), r1=("waiting", 50)), {1: heartbeat.END}, None),
     (states(r0=("python", 50), r1=("waiting", 50)), {1: heartbeat.END}, None),
     (states(r0=("call", 50), r1=("waiting", 50), r2=("python", 50)), {1: heartbeat.END}, None),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("found, waiting, expected", STALLS)

@@ -99,19 +99,15 @@ def test_what_grain_is_asked_for(load, said):
 @pytest.mark.parametrize(
     "made, message",
     [
-        (
-            Source(lambda i: X[i]),
-            r"example 0 of users_own:data cannot be read: it must be \(x, y\) or \(x, y, weight\)",
-        ),
+        (Source(lambda i: X[i]),
+         r"example 0 of users_own:data cannot be read: it must be \(x, y\) or \(x, y, weight\)"),
         (Source(lambda i: (X[i], "cat")), "example 0 of .*: it has a str where numbers are needed"),
         (Source(lambda i: X[i], size=0), "the data set is empty"),
-        (
-            Source(lambda i: (X[i], Y[i]), labels=Y[:3]),
-            r"its attribute `labels` must have 20 whole numbers, got int64 \[3",
-        ),
+        (Source(lambda i: (X[i], Y[i]), labels=Y[:3]),
+         r"its attribute `labels` must have 20 whole numbers, got int64 \[3"),
         (Source(lambda i: (X[i], Y[i] - 1), labels=Y - 1), "label -1 of example 0"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused(made, message, load):
     with refused(message):
         load(made)

@@ -215,12 +215,10 @@ def test_one_hot_targets_are_there_before_examples_are_mixed():
     "source, message",
     [
         (lambda: numbers(0), "the data set is empty: give it at least one example"),
-        (
-            lambda: sources.Records(3, lambda r: r, lambda r, s: tf.zeros([tf.cast(r, tf.int32)])),
-            r"gives TensorSpec\(shape=\(None,\), .* for an example: all must have one shape to be batched",
-        ),
+        (lambda: sources.Records(3, lambda r: r, lambda r, s: tf.zeros([tf.cast(r, tf.int32)])),
+         r"gives TensorSpec\(shape=\(None,\), .* for an example: all must have one shape to be batched"),
     ],
-)
+)  # fmt: skip
 def test_unusable_records(source, message, connect):
     with refused(message):
         next(iter(source().in_order(1)))

@@ -72,13 +72,8 @@ def test_two_slices_with_a_common_bound_share_no_example_and_leave_none_out(size
 @pytest.mark.parametrize(
     "text, message",
     [
-        (
-            "trian",
-            (
-                "data.train_split='trian': the data has no split 'trian': did you mean 'train'? Known are test, "
-                "train, and slices such as test[:90%]"
-            ),
-        ),
+        ("trian", ("data.train_split='trian': the data has no split 'trian': did you mean 'train'? Known are test, "
+                   "train, and slices such as test[:90%]")),
         ("train[:90", "data.train_split='train[:90' is not understood: write train, train[:90%], train[100:]"),
         ("train[::2]", "is not understood"),
         ("train[90]", "is not understood"),
@@ -90,7 +85,7 @@ def test_two_slices_with_a_common_bound_share_no_example_and_leave_none_out(size
         ("train[7:7]", "selects none of the 1,003 examples of the data"),
         ("test[:1%]", "selects none of the 7 examples"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused(text, message):
     with refused() as error:
         select(text, SIZES, "data.train_split", "the data")

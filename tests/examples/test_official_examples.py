@@ -10,9 +10,7 @@ from support import worlds
 
 SEVERAL = "mirrored 2"
 IN_WORLDS = ("endpoint layer", "transfer learning, BatchNorm kept frozen", "several workers")
-SHORT = {
-    "endpoint layer": SEVERAL,
-}
+SHORT = {"endpoint layer": SEVERAL}
 """What `make test` runs, where."""
 
 

@@ -22,16 +22,10 @@ pytest_plugins = ("support.nvidia_drivers",)  # its fixture
 SPECS = [
     Spec((8, 8, 1), "uint8", 10, 16.0, ("zero", "one")),
     Spec((3,), "float32", None, 1.0),
-    Spec(
-        (),
-        "float32",
-        2,
-        float("inf"),
-        (),
-        (Column("age", "number", 41.5, 12.25), Column("sex", "category", vocabulary=("", "f", "m"))),
-        Column("pay", "number"),
-    ),
-]
+    Spec((), "float32", 2, float("inf"), (), (Column("age", "number", 41.5, 12.25), Column("sex", "category",
+                                                                                           vocabulary=("", "f", "m"))),
+         Column("pay", "number")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=["images", "numbers", "table"])

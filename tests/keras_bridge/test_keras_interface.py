@@ -617,9 +617,7 @@ def test_a_model_with_its_own_train_step(connect):
 
 @pytest.mark.parametrize(
     "loss, message",
-    [
-        (keras.losses.MeanSquaredError(reduction=None), "has reduction=None, which leaves nothing to minimise"),
-    ],
+    [(keras.losses.MeanSquaredError(reduction=None), "has reduction=None, which leaves nothing to minimise")],
 )
 def test_losses_that_cannot_be_summed(loss, message, connect):
     model = small(connect(1), loss=loss, metrics=[])

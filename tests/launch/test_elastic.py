@@ -326,11 +326,8 @@ def test_an_empty_number_is_not_taken_for_none(flags, planned):
     [
         (ELASTIC, dict(TF_CONFIG="{}"), "the number of nodes change, and TF_CONFIG fixes it: unset that, or give"),
         (ELASTIC, dict(SLURM_STEP_NUM_TASKS="3"), "change, and SLURM_STEP_NUM_TASKS=3 fixes it: unset that, or give"),
-        (
-            ELASTIC,
-            dict(MLP_WORKER_NUM="2", MLP_ROLE_INDEX="1", MLP_WORKER_0_HOST="w", MLP_WORKER_0_PORT="7"),
-            "change, and MLP_WORKER_NUM fixes it",
-        ),
+        (ELASTIC, dict(MLP_WORKER_NUM="2", MLP_ROLE_INDEX="1", MLP_WORKER_0_HOST="w", MLP_WORKER_0_PORT="7"),
+         "change, and MLP_WORKER_NUM fixes it"),
         (["--nnodes=2:4"], {}, "--nnodes=2:4 needs --master_addr: the address of node 0"),
         (["--nnodes=2:4", "--master_addr=10.0.0.5"], {}, "--nnodes=2:4 needs TFDIST_SECRET in the environment"),
         ([*ELASTIC, "--master_port=0"], {}, "--master_port=0 means any free port, which other nodes cannot know"),
@@ -341,7 +338,7 @@ def test_an_empty_number_is_not_taken_for_none(flags, planned):
         (["--nnodes=2", "--scale_wait=3"], {}, "--scale_wait is for --nnodes=MIN:MAX"),
         (["--rejoin_timeout=3"], {}, "--rejoin_timeout is for --nnodes=MIN:MAX"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_go_with_a_range_of_nodes(arguments, environ, message, planned):
     with pytest.raises(UserError, match=re.escape(message)):
         planned(*arguments, "--", "stages.py", **environ)
@@ -353,19 +350,13 @@ def test_what_does_not_go_with_a_range_of_nodes(arguments, environ, message, pla
         ({}, True, "--requeue after -- would put the whole job into the queue whenever a node joins or leaves"),
         ({"batch_size": 0}, False, "--nnodes=2:4 keeps to one global batch, and train.batch_size=auto looks for one"),
         ({"batch_size": 3}, False, "may become 4 workers, too many for train.batch_size=3: use at least 4, or fewer"),
-        (
-            {"accumulate": 13},
-            False,
-            "may become 4 workers, too many for train.batch_size=48: use at least 52, or fewer",
-        ),
-        (
-            {"virtual_replicas": 3},
-            False,
-            "may become 4 workers, too many for train.virtual_replicas=3: use at least 4, or fewer nodes",
-        ),
+        ({"accumulate": 13}, False,
+         "may become 4 workers, too many for train.batch_size=48: use at least 52, or fewer"),
+        ({"virtual_replicas": 3}, False,
+         "may become 4 workers, too many for train.virtual_replicas=3: use at least 4, or fewer nodes"),
         (None, False, "--nnodes=2:4 needs checkpoints to go on from, and checkpoint.every=off: set it to a time"),
     ],
-)
+)  # fmt: skip
 def test_experiments_that_do_not_go_with_a_range_of_nodes(fields, requeue, message):
     checkpoint = config.Checkpoint(every="60 seconds" if fields is not None else "off")
     experiment = config.Experiment(train=config.Train(**(fields or {})), checkpoint=checkpoint)

@@ -348,13 +348,10 @@ BAD_INPUT = [
     (["--", "--config.train.epoch=3"], "unknown config field --config.train.epoch: did you mean 'epochs'?"),
     (["--", "--config.train.batch_size=-1"], "train.batch_size must not be negative, got -1"),
     (["--", "--devices=7"], "there is no device 7", ["--nproc_per_node=2"]),
-    (
-        ["--", "--strategy=mirrored"],
-        "--strategy=mirrored is not for workers of tfdist.launch: start python -m tfdist.train",
-        ["--nproc_per_node=2"],
-    ),
+    (["--", "--strategy=mirrored"],
+     "--strategy=mirrored is not for workers of tfdist.launch: start python -m tfdist.train", ["--nproc_per_node=2"]),
     (["--", "--strategy=horovod"], "start it with horovodrun, or use --strategy=multi_worker", ["--nproc_per_node=2"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_INPUT, ids=lambda case: " ".join(case[0]))
@@ -571,16 +568,13 @@ def test_who_needs_no_secret_or_has_one(arguments, environ, secret, planned):
 @pytest.mark.parametrize(
     "arguments, environ, message",
     [
-        (
-            TWO_MACHINES,
-            {},
-            "--nnodes=2 needs TFDIST_SECRET in the environment, since anyone who reaches 10.0.0.5 could",
-        ),
+        (TWO_MACHINES, {},
+         "--nnodes=2 needs TFDIST_SECRET in the environment, since anyone who reaches 10.0.0.5 could"),
         (["--insecure", *TWO_MACHINES], dict(TFDIST_SECRET="hush"), "because TFDIST_SECRET is set: leave it out"),
         (["--insecure", *ONE_MACHINE], {}, "because with one machine the launcher makes a secret by itself: leave"),
         (["--nproc_per_node=2", "--", "--insecure"], {}, "--insecure after -- would change nothing, since workers"),
     ],
-)
+)  # fmt: skip
 def test_who_needs_a_secret(arguments, environ, message, planned):
     with pytest.raises(UserError, match=re.escape(message)):
         planned(*arguments, **environ)

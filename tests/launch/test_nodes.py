@@ -221,24 +221,16 @@ TRAIN = ["--config.model.name=mlp"]
     "theirs, message",
     [
         (dict(nnodes=3), "node 1 (HOST) differs from node 0 in --nnodes: 3 and 2: start all nodes with the same flags"),
-        (
-            dict(flags=["--max_restarts=1"]),
-            "node 1 (HOST) differs from node 0 in --max_restarts: 1 and 0: start all nodes with the same",
-        ),
-        (
-            dict(arguments=["actor.py"]),
-            "node 1 (HOST) differs from node 0 in --config.name: nothing and digits: start all",
-        ),
-        (
-            dict(arguments=["--config.train.epochs=7"]),
-            "node 1 (HOST) differs from node 0 in --config.model.name: cnn and mlp: start",
-        ),
-        (
-            dict(arguments=[*TRAIN, "--jit=on"]),
-            "node 1 (HOST) differs from node 0 in --jit: on and auto: start all nodes with the same",
-        ),
+        (dict(flags=["--max_restarts=1"]),
+         "node 1 (HOST) differs from node 0 in --max_restarts: 1 and 0: start all nodes with the same"),
+        (dict(arguments=["actor.py"]),
+         "node 1 (HOST) differs from node 0 in --config.name: nothing and digits: start all"),
+        (dict(arguments=["--config.train.epochs=7"]),
+         "node 1 (HOST) differs from node 0 in --config.model.name: cnn and mlp: start"),
+        (dict(arguments=[*TRAIN, "--jit=on"]),
+         "node 1 (HOST) differs from node 0 in --jit: on and auto: start all nodes with the same"),
     ],
-)
+)  # fmt: skip
 def test_nodes_that_differ(theirs, message, node):
     zero = node(0, *TRAIN)
     one = node(1, *theirs.get("arguments", TRAIN), **{k: v for k, v in theirs.items() if k != "arguments"})

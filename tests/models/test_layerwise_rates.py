@@ -129,16 +129,13 @@ def by_hand(model, make):
 @pytest.mark.parametrize(
     "name, replicas",
     [
-        *(
-            pytest.param(name, 1, marks=[pytest.mark.whole] * (i % 6 > 0))
-            for i, name in enumerate(MAKE)
-            if "within" not in name
-        ),
+        *(pytest.param(name, 1, marks=[pytest.mark.whole] * (i % 6 > 0)) for i,
+          name in enumerate(MAKE) if "within" not in name),
         *((name, 2) for name in MAKE if "within" in name),
         ("AdamW, scheduled", 3),
         pytest.param("Nadam", 3, marks=pytest.mark.whole),
     ],
-)
+)  # fmt: skip
 def test_against_an_optimizer_per_layer(name, replicas, connect):
     import tensorflow as tf
 

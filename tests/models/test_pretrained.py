@@ -154,13 +154,11 @@ class Mine(L.Layer):
 
 
 REFUSED = [
-    (
-        Spec((16, 16, 3), "uint8", 3, 255.0),
-        r"has 5 outputs, the data 3 classes: choose a model by name and .* model.weights=",
-    ),
+    (Spec((16, 16, 3), "uint8", 3, 255.0),
+     r"has 5 outputs, the data 3 classes: choose a model by name and .* model.weights="),
     (Spec((8, 8, 3), "uint8", 5, 255.0), r"takes \[16, 16, 3\] uint8, and the data \[8, 8, 3\] uint8: choose"),
     (Spec((16, 16, 3), "float32", 5, 1.0), r"takes \[16, 16, 3\] uint8, and the data \[16, 16, 3\] float32: choose"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("spec, message", REFUSED, ids=["classes", "shape", "type"])
@@ -277,18 +275,13 @@ def test_freeze_what_is_inside_of_other_layers():
 @pytest.mark.parametrize(
     "text, message",
     [
-        (
-            "hed",
-            (
-                r"model.freeze: 'hed' matches no layer with weights: did you mean 'head'\? Layers are stem_conv, .* "
-                r"head \(15 in all\)"
-            ),
-        ),
+        ("hed", (r"model.freeze: 'hed' matches no layer with weights: did you mean 'head'\? Layers are stem_conv, .* "
+                 r"head \(15 in all\)")),
         ("stem*, zzz", r"model.freeze: 'zzz' matches no layer with weights: layers are stem_conv"),
         ("*", r"model.freeze='\*' leaves nothing to train: leave layers out, such as !head"),
         ("stem*, !stem*", r"model.freeze='stem\*, !stem\*' freezes nothing"),
     ],
-)
+)  # fmt: skip
 def test_freeze_refused(text, message):
     with refused(message):
         built(freeze=text)

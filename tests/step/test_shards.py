@@ -341,10 +341,7 @@ class Centers(L.Layer):
 @pytest.mark.parametrize(
     "layer, message",
     [
-        (
-            CountsExamples,
-            "the variable '.*/seen' differs by .* after an update, since virtual replicas average the f",
-        ),
+        (CountsExamples, "the variable '.*/seen' differs by .* after an update, since virtual replicas average the f"),
         pytest.param(CountsUpdates, "the variable '.*/updates' differs by .* after an update", marks=pytest.mark.whole),
         pytest.param(
             SumOfSquares, "add_loss differs by .* layer sum_of_squares.* gives: make", marks=pytest.mark.whole

@@ -27,25 +27,16 @@ def reference(connect):
     return functools.cache(lambda case, precision: training_cases.outcome(case, connect(1), precision))
 
 
-SHORT = {
-    "uneven tail": 3,
-    "batch norm, uneven": 2,
-    "add_loss, uneven": 2,
-}
+SHORT = {"uneven tail": 3, "batch norm, uneven": 2, "add_loss, uneven": 2}
 """What `make test` runs, and on how many replicas."""
 UNEVEN = [
-    training_cases.Case(
-        "batch norm, uneven", lambda: training_cases.compiled(training_cases.batch_norm()), examples=61
-    ),
-    training_cases.Case(
-        "activity regulariser, uneven",
-        lambda: training_cases.compiled(training_cases.dense(activity_regularizer="l2")),
-        examples=61,
-    ),
-    training_cases.Case(
-        "add_loss, uneven", training_cases.endpoint, training_cases.labelled, 61, double=False, keras=False
-    ),
-]
+    training_cases.Case("batch norm, uneven", lambda: training_cases.compiled(training_cases.batch_norm()),
+                        examples=61),
+    training_cases.Case("activity regulariser, uneven",
+                        lambda: training_cases.compiled(training_cases.dense(activity_regularizer="l2")), examples=61),
+    training_cases.Case("add_loss, uneven", training_cases.endpoint, training_cases.labelled, 61, double=False,
+                        keras=False),
+]  # fmt: skip
 """Where filler would have a part in statistics, and in what layers add."""
 
 

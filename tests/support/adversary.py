@@ -26,12 +26,7 @@ def examples(count, **more):
     """Settings for so many examples: new ones each time, which a failure prints with all that repeats it."""
     unhurried = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
     return settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        print_blob=True,
-        suppress_health_check=unhurried,
-        **more,
+        max_examples=count, deadline=None, database=None, print_blob=True, suppress_health_check=unhurried, **more
     )
 
 
@@ -44,45 +39,14 @@ def few(count):
 
 SPECIAL = (
     *("", " ", "\n", "a\nb", "\t", "\x1b[2J\x1b[31m", "\u202egnp", "h\u00e9llo", "\U0001f525", "%s%n", "{0}", "$(id)"),
-    *(
-        "0",
-        "-1",
-        "-0",
-        "1",
-        "2",
-        "3.5",
-        "1e3",
-        "1e400",
-        "-1e400",
-        "nan",
-        "NaN",
-        "inf",
-        "-inf",
-        "0x10",
-        "1_000",
-        "1,000",
-    ),
+    *("0", "-1", "-0", "1", "2", "3.5", "1e3", "1e400", "-1e400", "nan", "NaN", "inf", "-inf", "0x10", "1_000",
+      "1,000"),
     *(str(2**31), str(2**63), str(-(2**63) - 1), str(10**30), "9" * 5000, "x" * 300, "x" * 20000),
-    *(
-        "None",
-        "null",
-        "True",
-        "False",
-        "true",
-        "yes",
-        "[]",
-        "{}",
-        "()",
-        "[[]]",
-        "[" * 3000,
-        "{" * 100,
-        "f(",
-        "a=",
-        "=b",
-    ),
+    *("None", "null", "True", "False", "true", "yes", "[]", "{}", "()", "[[]]", "[" * 3000, "{" * 100, "f(", "a=",
+      "=b"),
     *(".", "..", "../..", "/", "/dev/null", "/dev/full", "/proc/self/mem", "~nobody", "a/b", "gs://x", "s3://x"),
     *("no.such:function", "json:nothing", "json:dumps", ":", "a:b:c", "auto", "all", "off", "none", "default"),
-)
+)  # fmt: skip
 """Texts that programs trip over."""
 
 

@@ -35,11 +35,8 @@ class Except(NamedTuple):
 
 
 EXCEPTIONS = [
-    Except(
-        "sparse and ragged tensors are refused in one line",
-        "*",
-        ("test_*_sparse_*", "test_trainer_with_raggeds_*"),
-    ),
+    Except("sparse and ragged tensors are refused in one line", "*", ("test_*_sparse_*",
+                                                                      "test_trainer_with_raggeds_*")),
     Except(
         "an epoch has steps_per_epoch updates (docs/python.md): Keras' is shorter where the data ends within it, and "
         "longer where steps_per_execution does not divide it",
@@ -50,55 +47,24 @@ EXCEPTIONS = [
             "test_steps_per_execution_*match_multi_epoch_*",
         ),
     ),
-    Except(
-        "the last batch of an epoch has its own number in callbacks, and not that of one which steps_per_execution "
-        "would have had; and a smaller one is a call of its own",
-        "*",
-        ("test_steps_per_execution_*steps_count_*",),
-    ),
-    Except(
-        "a generator for three epochs is refused in one line; Keras trains the first alone",
-        "*",
-        ("test_fit_with_data_adapter_generator",),
-    ),
-    Except(
-        "a train_step of one's own is traced once more, to find out which variables its optimizers update",
-        "default",
-        ("test_retracing",),
-    ),
-    Except(
-        "two replicas refuse batches of one in one line",
-        "mirrored",
-        (
-            "test_callbacks_can_update_state_at_batch_boundary",
-            "test_fit_with_data_adapter_torch_dataloader_iterable*",
-            "test_loss_scaling_prevents_underflow",
-            "test_raise_error_terminate_stops_on_later_batch",
-            "test_retracing",
-            "test_terminate_on_nan_*",
-        ),
-    ),
-    Except(
-        "train_on_batch, test_on_batch and predict_on_batch are Keras' own, which give every replica all rows",
-        "mirrored",
-        ("test_nested_inputs", "test_on_batch_methods_*jit"),
-    ),
-    Except(
-        "the sum that its layer gives to add_loss is no mean over examples, and refused in one line",
-        "mirrored",
-        ("test_internal_only_loss",),
-    ),
-    Except(
-        "it makes a number of TensorFlow's own variable outside of fit, which under a strategy is none",
-        "mirrored",
-        ("test_backup_corrupted", "test_best_case_*", "test_cooldown"),
-    ),
-    Except(
-        "it makes a strategy of its own",
-        "*",
-        ("test_swap_ema_weights_with_tf_distribute",),
-    ),
-]
+    Except("the last batch of an epoch has its own number in callbacks, and not that of one which steps_per_execution "
+           "would have had; and a smaller one is a call of its own", "*", ("test_steps_per_execution_*steps_count_*",)),
+    Except("a generator for three epochs is refused in one line; Keras trains the first alone", "*",
+           ("test_fit_with_data_adapter_generator",)),
+    Except("a train_step of one's own is traced once more, to find out which variables its optimizers update",
+           "default", ("test_retracing",)),
+    Except("two replicas refuse batches of one in one line", "mirrored",
+           ("test_callbacks_can_update_state_at_batch_boundary",
+            "test_fit_with_data_adapter_torch_dataloader_iterable*", "test_loss_scaling_prevents_underflow",
+            "test_raise_error_terminate_stops_on_later_batch", "test_retracing", "test_terminate_on_nan_*")),
+    Except("train_on_batch, test_on_batch and predict_on_batch are Keras' own, which give every replica all rows",
+           "mirrored", ("test_nested_inputs", "test_on_batch_methods_*jit")),
+    Except("the sum that its layer gives to add_loss is no mean over examples, and refused in one line", "mirrored",
+           ("test_internal_only_loss",)),
+    Except("it makes a number of TensorFlow's own variable outside of fit, which under a strategy is none", "mirrored",
+           ("test_backup_corrupted", "test_best_case_*", "test_cooldown")),
+    Except("it makes a strategy of its own", "*", ("test_swap_ema_weights_with_tf_distribute",)),
+]  # fmt: skip
 """At most ten; each is a difference on purpose, or a reason of the test."""
 
 _PASSED = pytest.StashKey[set[str]]()

@@ -111,17 +111,13 @@ def test_a_failed_update_leaves_nothing_behind(connect, tmp_path):
             r"out of memory \(.*allocating tensor.*, at 24 examples at a time: train.accumulate=2 needs less of it",
             marks=pytest.mark.whole,
         ),
-        pytest.param(
-            dict(accumulate=24, most=0),
-            r"at 1 example at a time, the fewest there can be: use a smaller model or more m",
-            marks=pytest.mark.whole,
-        ),
-        (
-            dict(batch_size=None, data=(tf.data.Dataset.from_tensor_slices(training_cases.images(61)).batch(BATCH),)),
-            r"at 24 examples at a time: train.accumulate=2 needs less of it and changes nothing else",
-        ),
+        pytest.param(dict(accumulate=24, most=0),
+                     r"at 1 example at a time, the fewest there can be: use a smaller model or more m",
+                     marks=pytest.mark.whole),
+        (dict(batch_size=None, data=(tf.data.Dataset.from_tensor_slices(training_cases.images(61)).batch(BATCH),)),
+         r"at 24 examples at a time: train.accumulate=2 needs less of it and changes nothing else"),
     ],
-)
+)  # fmt: skip
 def test_where_it_cannot_go_on_it_says_what_helps(options, message, connect, tmp_path, request):
     made = model(connect(1), options.pop("most", 6))
     folder = None if not options else tmp_path

@@ -161,17 +161,13 @@ def test_code_without_a_file_is_checked_each_time(connect, capsys):
         ([L.BatchNormalization], keras.Model, r"layer 'batch_normalization.*' normalizes with the rows of its own"),
         ([SumOfSquares], keras.Model, r"add_loss differs by .*, which layer sum_of_squares.* gives: make it a mean"),
         ([], SumStep, r"what train_step of SumStep computes is no mean over examples"),
-        (
-            [CountsExamples],
-            keras.Model,
-            r"the variable 'counts_examples.*/seen' differs by .* after an update: add it up over",
-        ),
-        pytest.param(
-            *([], UpdatesByHand, r"the variable 'dense.*' differs by .* after an update: add it up over the replicas"),
-            marks=pytest.mark.whole,
-        ),
+        ([CountsExamples], keras.Model,
+         r"the variable 'counts_examples.*/seen' differs by .* after an update: add it up over"),
+        pytest.param(*([], UpdatesByHand,
+                       r"the variable 'dense.*' differs by .* after an update: add it up over the replicas"),
+                     marks=pytest.mark.whole),
     ],
-)
+)  # fmt: skip
 def test_what_differs_is_named(connect, layers, model, words):
     with pytest.raises(tfdist.UserError, match=f"^1 and 2 replicas disagree on this model: .*{words}"):
         trained(connect, *layers, model=model)
@@ -213,10 +209,7 @@ class CountsCalls(L.Layer):
 @pytest.mark.parametrize(
     "layer, words",
     [
-        (
-            SumOfSquares,
-            "add_loss differs by .*, which layer sum_of_squares.* gives: make it a mean over the examples",
-        ),
+        (SumOfSquares, "add_loss differs by .*, which layer sum_of_squares.* gives: make it a mean over the examples"),
         pytest.param(Centers, "loss 'dense.*' differs by .*, since layer 'centers", marks=pytest.mark.whole),
         pytest.param(GrowsWithItsCalls, "add_loss differs by", marks=pytest.mark.whole),
     ],

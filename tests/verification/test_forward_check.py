@@ -185,22 +185,11 @@ OF_BOTH = [
 ]
 OF_MEASURES = [
     *OF_BOTH,
-    (
-        KeepsTheLargest,
-        {},
-        r"metric 'largest' differs by .*: leave it out, use --strategy=default, or accept it",
-    ),
-    (
-        SumsItsLoss,
-        {},
-        r"add_loss differs by .*, which layer sums_its_loss.* gives: make it a mean over the examples",
-    ),
-    whole(
-        L.ReLU,
-        {"model": SumStep},
-        r"log 'total' differs by .*: what test_step of SumStep gives is no mean over examples",
-    ),
-]
+    (KeepsTheLargest, {}, r"metric 'largest' differs by .*: leave it out, use --strategy=default, or accept it"),
+    (SumsItsLoss, {}, r"add_loss differs by .*, which layer sums_its_loss.* gives: make it a mean over the examples"),
+    whole(L.ReLU, {"model": SumStep},
+          r"log 'total' differs by .*: what test_step of SumStep gives is no mean over examples"),
+]  # fmt: skip
 OF_PREDICTIONS = [
     *OF_BOTH,
     whole(
@@ -245,8 +234,7 @@ def test_what_a_training_does_not_show_is_checked_before_it(connect, said, layer
 @pytest.mark.parametrize("measured", [evaluated, whole(predicted)])
 def test_shards_are_checked_on_one_device(connect, said, measured):
     with pytest.raises(
-        tfdist.UserError,
-        match=r"^a batch and its 3 virtual .* disagree .*: change that, leave virtual_r",
+        tfdist.UserError, match=r"^a batch and its 3 virtual .* disagree .*: change that, leave virtual_r"
     ):
         measured(connect(1), Centers, shards=3)
     measured(connect(1), L.ReLU, shards=3)

@@ -261,8 +261,7 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
         tasks, indices = jobs.get("worker", {}), [str(i) for i in range(len(jobs.get("worker", {})))]
         if "sparseCluster" in config or len(tasks) < 2 or tasks.keys() != set(indices):
             raise UserError(
-                "TF_CONFIG is that of a dynamic TFJob, which lists not all workers",
-                "set enableDynamicWorker: false",
+                "TF_CONFIG is that of a dynamic TFJob, which lists not all workers", "set enableDynamicWorker: false"
             )
         jobs["worker"] = [tasks[i] for i in indices]
     for job, tasks in jobs.items():

@@ -147,8 +147,7 @@ def least_used(gpus: tuple[DriverGPU, ...], count: int) -> tuple[DriverGPU, ...]
     fit = GPUtil.getAvailability(records, maxLoad=1.01, maxMemory=1.01, includeNan=False)
     last = lambda value: math.inf if math.isnan(value) else value
     order = sorted(
-        range(len(gpus)),
-        key=lambda i: (not fit[i], last(records[i].memoryUtil), last(records[i].load), gpus[i].number),
+        range(len(gpus)), key=lambda i: (not fit[i], last(records[i].memoryUtil), last(records[i].load), gpus[i].number)
     )
     return tuple(sorted((gpus[i] for i in order[:count]), key=lambda g: g.number))
 

@@ -118,11 +118,7 @@ class OwnedOptimizer:
         return self._factors.get(keras_internals.variable_key(self.base, variable), 1.0) if self._factors else 1.0
 
     def apply(
-        self,
-        grads: Gradients,
-        variables: list[keras.Variable],
-        penalty_grads: Gradients,
-        after: list[tf.Tensor],
+        self, grads: Gradients, variables: list[keras.Variable], penalty_grads: Gradients, after: list[tf.Tensor]
     ) -> None:
         """Updates `variables` and the optimizer's state; called in replica context, within `owned`.
 

@@ -208,10 +208,7 @@ class Step:
         static = self.distribution.static_shapes
         try:
             # This call is none of the user's. A TPU would compile each of its operations by itself.
-            with (
-                layer_state.unchanged([*kept.values()]),
-                tf.device("CPU:0") if static else contextlib.nullcontext(),
-            ):
+            with layer_state.unchanged([*kept.values()]), tf.device("CPU:0") if static else contextlib.nullcontext():
                 outputs = self.replica.forward(x, training=False)
                 if static:
                     preconditions.static(model, lambda rows: self.replica.forward(rows, training=False), x)

@@ -351,11 +351,8 @@ def test_the_command(tmp_path, run):
 @pytest.mark.parametrize(
     "make, fields, message",
     [
-        (
-            lambda p: None,
-            dict(name="image_folder:/no/such/folder"),
-            "data.name='image_folder:/no/such/folder': there is no such folder",
-        ),
+        (lambda p: None, dict(name="image_folder:/no/such/folder"),
+         "data.name='image_folder:/no/such/folder': there is no such folder"),
         (lambda p: None, {}, "there are no images: put those of each class into a folder of its own"),
         (lambda p: (p / "cat").mkdir(), {}, "there are no images"),
         (lambda p: folder(p, ("cat",)), {}, "there is only one class, 'cat'"),
@@ -365,15 +362,12 @@ def test_the_command(tmp_path, run):
             "data.eval_split='test': .* has no split 'test': known are train, and slices such as train",
         ),
         (folder, dict(train_split="train[:0%]"), "selects none of the 21 examples"),
-        (
-            lambda p: save(folder(p) / "cat" / "caf\udce9.png", picture(1)),
-            {},
-            r"name of cat/caf\\xe9.png is not written in UTF-8: rename",
-        ),
+        (lambda p: save(folder(p) / "cat" / "caf\udce9.png", picture(1)), {},
+         r"name of cat/caf\\xe9.png is not written in UTF-8: rename"),
         (lambda p: os.mkfifo(folder(p) / "cat" / "pipe"), {}, "1 of 22 files is no image: cat/pipe cannot be read"),
         (folder, dict(options="a=1"), "data.options='a=1': image_folder knows max_pixels alone"),
     ],
-)
+)  # fmt: skip
 def test_unusable_folders(make, fields, message, tmp_path):
     make(tmp_path)
     with refused(message):

@@ -243,22 +243,13 @@ def test_a_column_that_turns_out_to_be_texts_late(tmp_path, monkeypatch):
         ("a,b\n1,2\n", {"target": "b", "in_order": 1}, "in_order must be True or False, got 1"),
         ("a,b\n1,2\n", {"target": "b", "categories": 1}, "categories must be a column name or a list of them, got 1"),
         ("a,b\n1,2\n", {"target": "b", "delimiter": "\n"}, r"delimiter must be one character, and no quote, got '\\n'"),
-        (
-            ",a,b\n0,1,2\n",
-            {"target": "b"},
-            r"a column without a name, .* leave it out with data.options=\"leave_out=\['']",
-        ),
+        (",a,b\n0,1,2\n", {"target": "b"},
+         r"a column without a name, .* leave it out with data.options=\"leave_out=\['']"),
         ("a,b\n1,2\n2,1e39\n", {"target": "b", "classify": False}, "line 3 has '1e39' for a number in column 'b'"),
-        (
-            'a,b\n1,x\n2,"y\n3,x\n4,y\n',
-            {"target": "b"},
-            "line 3 has a quote that does not end, and all below belongs to it: correct the file, or leave",
-        ),
-        (
-            'a,b\n1,"x"y\n',
-            {"target": "b"},
-            "line 2 has characters behind a closing quote, in line 2: correct the file, or leave",
-        ),
+        ('a,b\n1,x\n2,"y\n3,x\n4,y\n', {"target": "b"},
+         "line 3 has a quote that does not end, and all below belongs to it: correct the file, or leave"),
+        ('a,b\n1,"x"y\n', {"target": "b"},
+         "line 2 has characters behind a closing quote, in line 2: correct the file, or leave"),
         ('a,"b\n1,x\n', {"target": "b"}, "t.csv line 1 has a quote that does not end, .*: correct the file$"),
         ("", {"target": "b"}, "has no header: its first line must name the columns"),
         ("a,a,b\n", {"target": "b"}, "has two columns named 'a': rename one"),
@@ -266,21 +257,13 @@ def test_a_column_that_turns_out_to_be_texts_late(tmp_path, monkeypatch):
         ("a,b\n1\n", {"target": "b"}, "line 2 has 1 fields and the header 2: correct the file"),
         ("a,b\n1,\n2,3\n", {"target": "b"}, "1 rows in train of csv:.* have no target 'b': fill it in, or leave"),
         ("a,b\n1,x\n2,\n", {"target": "b"}, "1 rows in train of csv:.* have no target 'b'"),
-        (
-            "a,b\n1,2\n1," + "2" * 140_000,
-            {"target": "b"},
-            r"t.csv cannot be read after line \d: field larger than field limit",
-        ),
-        (
-            "a,b\n" + "".join(f"n{i},1\n" for i in range(1200)),
-            {"target": "b"},
-            (
-                r"column 'a' has 1,200 different texts in 1,200 training rows, more than a category has: leave it out "
-                r"with data.options=leave_out=\['a'\]"
-            ),
-        ),
+        ("a,b\n1,2\n1," + "2" * 140_000, {"target": "b"},
+         r"t.csv cannot be read after line \d: field larger than field limit"),
+        ("a,b\n" + "".join(f"n{i},1\n" for i in range(1200)), {"target": "b"},
+         (r"column 'a' has 1,200 different texts in 1,200 training rows, more than a category has: leave it out "
+          r"with data.options=leave_out=\['a'\]")),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_used(text, options, message, tmp_path):
     (tmp_path / "t.csv").write_text(text)
     with refused(message):

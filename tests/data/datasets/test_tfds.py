@@ -173,26 +173,18 @@ def no_network(*arguments):
 @pytest.mark.parametrize(
     "data, message",
     [
-        (
-            {"name": "cifar10"},
-            (
-                r"data set 'cifar10' is not in .*/cifar10/.* and cannot be downloaded: www.cs.toronto.edu is not "
-                r"found: run `tfds build cifar10` where there is a network, copy what it makes, and set data.data_dir"
-            ),
-        ),
+        ({"name": "cifar10"},
+         (r"data set 'cifar10' is not in .*/cifar10/.* and cannot be downloaded: www.cs.toronto.edu is not "
+          r"found: run `tfds build cifar10` where there is a network, copy what it makes, and set data.data_dir")),
         ({"name": "imagenette"}, "run `tfds build imagenette --file_format=array_record` where"),
         ({"name": "cifar10", "cache": "stream"}, "run `tfds build cifar10 --file_format=array_record` where"),
-        (
-            {"name": "imagenet2012"},
-            (
-                r"data set 'imagenet2012' has to be downloaded by hand, from https://image-net.org/, into "
-                r".*/downloads/manual: manual_dir should contain two files: ILSVRC2012_img_train.tar and"
-            ),
-        ),
+        ({"name": "imagenet2012"},
+         (r"data set 'imagenet2012' has to be downloaded by hand, from https://image-net.org/, into "
+          r".*/downloads/manual: manual_dir should contain two files: ILSVRC2012_img_train.tar and")),
         ({"name": "cvs:/a.csv"}, "data.name='cvs:/a.csv' is not accepted.*: did you mean csv:"),
         ({"name": "cifa10"}, "unknown data.name 'cifa10': did you mean 'cifar10'"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_downloaded(data, message, tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
     monkeypatch.setattr(tfds_lib.urllib.request, "getproxies", dict)

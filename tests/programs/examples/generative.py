@@ -183,23 +183,8 @@ def written(model, folder):
 EXAMPLES = [
     Program("VAE", vae(True), digits, look=grid, rows=(32, 41), batch=16, only_fit=NO_CALL, unlike_one=DRAWS),
     Program("VAE, without noise", vae(False), digits, look=grid, rows=(32, 41), batch=16, only_fit=NO_CALL),
-    Program(
-        "DCGAN",
-        dcgan(True),
-        faces,
-        lambda folder: {"callbacks": [GANMonitor(folder)]},
-        written,
-        rows=(32, 41),
-        only_fit=NO_CALL,
-        unlike_one=DRAWS,
-    ),
-    Program(
-        "DCGAN, without noise",
-        dcgan(False),
-        faces,
-        lambda folder: {"callbacks": [GANMonitor(folder)]},
-        written,
-        rows=(32, 41),
-        only_fit=NO_CALL,
-    ),
-]
+    Program("DCGAN", dcgan(True), faces, lambda folder: {"callbacks": [GANMonitor(folder)]}, written, rows=(32, 41),
+            only_fit=NO_CALL, unlike_one=DRAWS),
+    Program("DCGAN, without noise", dcgan(False), faces, lambda folder: {"callbacks": [GANMonitor(folder)]}, written,
+            rows=(32, 41), only_fit=NO_CALL),
+]  # fmt: skip

@@ -184,23 +184,11 @@ def digits(n):
 
 
 EXAMPLES = [
-    Program(
-        "siamese pairs",
-        siamese_of_pairs(False),
-        image_pairs,
-        rows=(32, 41),
-        batch=16,
-        refused={"several": "normalizes with the rows of its own replica"},
-    ),
+    Program("siamese pairs", siamese_of_pairs(False), image_pairs, rows=(32, 41), batch=16,
+            refused={"several": "normalizes with the rows of its own replica"}),
     Program("siamese pairs, synchronized", siamese_of_pairs(True), image_pairs, rows=(32, 41), batch=16),
-    Program(
-        "siamese triplets",
-        siamese_of_triplets(False),
-        triplets,
-        rows=(32, 41),
-        only_fit=OF_THREE,
-        refused={"several": "train_step of SiameseModel computes is no mean over examples"},
-    ),
+    Program("siamese triplets", siamese_of_triplets(False), triplets, rows=(32, 41), only_fit=OF_THREE,
+            refused={"several": "train_step of SiameseModel computes is no mean over examples"}),
     Program(
         "siamese triplets, by the mean",
         siamese_of_triplets(True),
@@ -210,4 +198,4 @@ EXAMPLES = [
         precision="float64",  # the last bias cancels out: Adam makes much of its rounding
     ),
     Program("distillation", teacher, digits, then=(distiller, alone), rows=(32, 41), batch=16),
-]
+]  # fmt: skip

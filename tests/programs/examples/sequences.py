@@ -165,23 +165,11 @@ def end_to_end(model, folder):
 
 
 EXAMPLES = [
-    Program(
-        "sequence to sequence",
-        seq2seq,
-        sentences,
-        lambda folder: {"validation_split": 0.2},
-        decoded,
-        rows=(32, 41),
-        batch=16,
-    ),
+    Program("sequence to sequence", seq2seq, sentences, lambda folder: {"validation_split": 0.2}, decoded, rows=(32,
+                                                                                                                 41),
+            batch=16),
     Program("translation", transformer, translations, rows=(32, 41)),
-    Program(
-        "text classification",
-        text_classifier(0.5),
-        vectorized,
-        look=end_to_end,
-        rows=(32, 41),
-        unlike_one="Keras draws one mask per replica",
-    ),
+    Program("text classification", text_classifier(0.5), vectorized, look=end_to_end, rows=(32, 41),
+            unlike_one="Keras draws one mask per replica"),
     Program("text classification, without dropout", text_classifier(0.0), vectorized, look=end_to_end, rows=(32, 41)),
-]
+]  # fmt: skip

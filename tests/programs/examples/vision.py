@@ -113,14 +113,6 @@ EXAMPLES = [
     transfer("", 0.2, True, unlike_one="Keras draws one mask per replica"),
     transfer(", without dropout", 0.0, True, refused={"several": "normalizes with the rows of its own replica"}),
     transfer(", BatchNorm kept frozen", 0.0, False),
-    Program(
-        "several workers",
-        cnn,
-        mnist,
-        lambda folder: {"steps_per_epoch": 4},
-        outputs,
-        rows=(61,),
-        epochs=3,
-        only_fit="the data has no end",
-    ),
-]
+    Program("several workers", cnn, mnist, lambda folder: {"steps_per_epoch": 4}, outputs, rows=(61,), epochs=3,
+            only_fit="the data has no end"),
+]  # fmt: skip

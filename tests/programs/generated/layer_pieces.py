@@ -259,7 +259,7 @@ INPUTS = {
         "sentences(n)",
         [
             "keras.Sequential([L.TextVectorization(vocabulary=list('rg'), output_sequence_length=4), "
-            "L.Embedding(5, 4, mask_zero=True)])",
+            "L.Embedding(5, 4, mask_zero=True)])"
         ],
     ),
     "signal": (

@@ -224,11 +224,6 @@ STEP_TARGETS = {
         TARGETS["yes or no"].losses,
         ['"accuracy"', "metrics.AUC(num_thresholds=20)", "metrics.Precision()"],
     ),
-    "label sequence": Target(
-        "L.Dense(6)",
-        "1 + classes(2 * n).reshape(n, 2)",
-        ["losses.CTC({o})"],
-        [],
-    ),
+    "label sequence": Target("L.Dense(6)", "1 + classes(2 * n).reshape(n, 2)", ["losses.CTC({o})"], []),
 }
 """Of one thing per step of a sequence of {t} steps."""

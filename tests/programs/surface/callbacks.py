@@ -124,57 +124,33 @@ def lambdas(folder):
 
 
 PROGRAMS = [
-    called(
-        "EarlyStopping that restores",
-        lambda folder: [callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)],
-        lambda: net(30.0),
-        epochs=8,
-        precision="float64",
-    ),
-    called(
-        "EarlyStopping with a baseline",
-        lambda folder: [callbacks.EarlyStopping("loss", min_delta=1.0, patience=1, start_from_epoch=1, baseline=9.0)],
-        epochs=8,
-    ),
-    called(
-        "ReduceLROnPlateau",
-        lambda folder: [callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1.0)],
-        epochs=5,
-    ),
+    called("EarlyStopping that restores", lambda folder: [callbacks.EarlyStopping("val_loss", patience=1,
+                                                                                  restore_best_weights=True)],
+           lambda: net(30.0), epochs=8, precision="float64"),
+    called("EarlyStopping with a baseline", lambda folder: [callbacks.EarlyStopping("loss", min_delta=1.0, patience=1,
+                                                                                    start_from_epoch=1, baseline=9.0)],
+           epochs=8),
+    called("ReduceLROnPlateau", lambda folder: [callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1,
+                                                                            min_delta=1.0)], epochs=5),
     called("LearningRateScheduler", lambda folder: [callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.6)]),
-    called(
-        "ModelCheckpoint",
-        lambda folder: [callbacks.ModelCheckpoint(folder / "{epoch}-{val_loss:.4f}.keras")],
-        look=saved,
-    ),
-    called(
-        "ModelCheckpoint of the best weights",
-        lambda folder: [
-            callbacks.ModelCheckpoint(
-                folder / "best.weights.h5", "val_accuracy", save_best_only=True, save_weights_only=True
-            )
-        ],
-        look=saved_weights,
-    ),
-    called(
-        "ModelCheckpoint by batches",
-        lambda folder: [callbacks.ModelCheckpoint(folder / "at.weights.h5", save_weights_only=True, save_freq=2)],
-        look=saved_weights,
-    ),
+    called("ModelCheckpoint", lambda folder: [callbacks.ModelCheckpoint(folder / "{epoch}-{val_loss:.4f}.keras")],
+           look=saved),
+    called("ModelCheckpoint of the best weights", lambda folder: [callbacks.ModelCheckpoint(folder / "best.weights.h5",
+                                                                                            "val_accuracy",
+                                                                                            save_best_only=True,
+                                                                                            save_weights_only=True)],
+           look=saved_weights),
+    called("ModelCheckpoint by batches", lambda folder: [callbacks.ModelCheckpoint(folder / "at.weights.h5",
+                                                                                   save_weights_only=True,
+                                                                                   save_freq=2)], look=saved_weights),
     called("BackupAndRestore", lambda folder: [callbacks.BackupAndRestore(folder / "backup")]),
     called("TerminateOnNaN", lambda folder: [callbacks.TerminateOnNaN()]),
     called("CSVLogger", lambda folder: [callbacks.CSVLogger(folder / "log.csv")], look=csv_rows),
     called("LambdaCallback", lambdas, look=noted),
     called("SwapEMAWeights", lambda folder: [callbacks.SwapEMAWeights()], lambda: net(use_ema=True, ema_momentum=0.8)),
-    called(
-        "SwapEMAWeights and ModelCheckpoint",
-        lambda folder: [
-            callbacks.SwapEMAWeights(swap_on_epoch=True),
-            callbacks.ModelCheckpoint(folder / "{epoch}.keras"),
-        ],
-        lambda: net(use_ema=True, ema_momentum=0.8),
-        saved,
-    ),
+    called("SwapEMAWeights and ModelCheckpoint", lambda folder: [callbacks.SwapEMAWeights(swap_on_epoch=True),
+                                                                 callbacks.ModelCheckpoint(folder / "{epoch}.keras")],
+           lambda: net(use_ema=True, ema_momentum=0.8), saved),
     called("TensorBoard", lambda folder: [callbacks.TensorBoard(folder / "logs", histogram_freq=1)]),
     called("of one's own that notes all hooks", lambda folder: [Notes(folder)], look=noted),
     called("of one's own that looks at weights", lambda folder: [LooksAtWeights(folder)], look=noted),
@@ -183,4 +159,4 @@ PROGRAMS = [
     called("that sets the rate by batch", lambda folder: [SetsRateByBatch()]),
     called("that adds to the logs", lambda folder: [AddsToLogs()]),
     called("that assigns the rate", lambda folder: [Freezes()]),
-]
+]  # fmt: skip

@@ -44,10 +44,7 @@ class Fading(L.Layer):
 def of_features(name, *make, **kwargs):
     """A program with layers between two Dense ones; each of `make` is called in scope."""
     return Program(
-        f"layer {name}",
-        lambda: stack((6,), L.Dense(6, activation="tanh"), *(m() for m in make)),
-        classes,
-        **kwargs,
+        f"layer {name}", lambda: stack((6,), L.Dense(6, activation="tanh"), *(m() for m in make)), classes, **kwargs
     )
 
 
@@ -247,11 +244,7 @@ PROGRAMS = [
         lambda: L.BatchNormalization(synchronized=True),
         lambda: L.ActivityRegularization(l2=0.1),
     ),
-    of_tokens(
-        "BatchNormalization masked",
-        lambda: L.BatchNormalization(synchronized=True),
-        L.GlobalAveragePooling1D,
-    ),
+    of_tokens("BatchNormalization masked", lambda: L.BatchNormalization(synchronized=True), L.GlobalAveragePooling1D),
     of_features("LayerNormalization", L.LayerNormalization),
     of_features("RMSNormalization", L.RMSNormalization),
     of_features("GroupNormalization", lambda: L.GroupNormalization(2)),

@@ -349,15 +349,11 @@ PROGRAMS = [
     step("for predictions", lambda: compiled(OwnPredictStep(), "mse"), numbers),
     step("with averages of constrained weights", constrained, numbers),
     step("that clips", lambda: compiled(Clips(), "mse"), numbers, refused=NO_MEAN),
-    step(
-        "without an optimizer",
-        lambda: compiled(WithoutOptimizerOfKeras(), "mse"),
-        numbers,
-        refused={"several": "after an update: add it up over the replicas"},
-    ),
+    step("without an optimizer", lambda: compiled(WithoutOptimizerOfKeras(), "mse"), numbers,
+         refused={"several": "after an update: add it up over the replicas"}),
     step("GAN", gan, real_and_noise),
     step("VAE", vae, image_and_noise),
     step("distillation", distiller, classes),
     step("contrastive", contrastive, lambda n: (features(n),), refused=NO_MEAN),
     step("siamese by add_loss", siamese, triplets),
-]
+]  # fmt: skip

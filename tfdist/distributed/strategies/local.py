@@ -16,12 +16,7 @@ def default(reason: str, device: str = "CPU:0", jit: str = "off") -> Distributio
     import tensorflow as tf
 
     return Distribution(
-        name="default",
-        reason=reason,
-        strategy=tf.distribute.get_strategy(),
-        replicas=1,
-        devices=(device,),
-        jit=jit,
+        name="default", reason=reason, strategy=tf.distribute.get_strategy(), replicas=1, devices=(device,), jit=jit
     )
 
 
