@@ -640,13 +640,3 @@ def in_float16(model: keras.Model) -> set[int]:
     """Returns the ids of the weights whose gradient a batch on one device sums in float16; of layers, not in public."""
     layers = [layer for layer in flat_layers(model) if layer.compute_dtype == "float16"]
     return {id(v) for layer in layers if not isinstance(layer, _IN_FLOAT32) for v in own_trainable_variables(layer)}
-
-
-def settings(optimizer: keras.optimizers.Optimizer | None) -> dict[str, object]:
-    """Returns the numbers that an optimizer was created with but its learning rate, of which the chief's is taken."""
-    if optimizer is None:
-        return {}
-    inner = inner_optimizer(optimizer)
-    values = {k: v for k, v in inner.get_config().items() if k not in ("name", "learning_rate")}
-    simple = {k: str(v) for k, v in values.items() if isinstance(v, str | int | float | None)}
-    return {"optimizer": type(inner).__name__, **simple}

@@ -182,10 +182,17 @@ def foreign(model: keras.Model, writes: Iterable[Write]) -> list[Write]:
 
     The state of random generators is left out, which a call of keras.random without a seed writes.
     """
-    optimizers = [v for optimizer in preconditions.optimizers(model) for v in optimizer.variables]
-    values = [v.value for v in [*model.variables, *model.metrics_variables, *optimizers]]
-    owned = {id(copy) for value in values for copy in getattr(value, "values", (value,))}
-    return [w for w in writes if id(w.variable) not in owned and "seed_generator" not in w.variable.name]
+    owned = _ids([*model.variables, *model.metrics_variables])
+    others = [w for w in writes if id(w.variable) not in owned and "seed_generator" not in w.variable.name]
+    if not others:
+        return []
+    owned = _ids(v for optimizer in preconditions.optimizers(model) for v in optimizer.variables)
+    return [w for w in others if id(w.variable) not in owned]
+
+
+def _ids(variables: Iterable[keras.Variable]) -> set[int]:
+    """Returns the ids of TensorFlow's variables behind Keras', on every replica."""
+    return {id(copy) for v in variables for copy in getattr(v.value, "values", (v.value,))}
 
 
 def average_statistics(model: keras.Model, distribution: Distribution, virtual_replicas: int = 0) -> None:

@@ -19,7 +19,7 @@ from tfdist.data.protocol import Feed
 from tfdist.distributed import arithmetic
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.keras_bridge import keras_internals, preconditions
+from tfdist.keras_bridge import preconditions
 from tfdist.models import layerwise_rates
 from tfdist.step import step_calls
 from tfdist.step.step import Step
@@ -59,20 +59,19 @@ class FitOptions:
     check_agreement: str = "auto"
     should_stop: Callable[[], str] = agreement.never
 
-    def facts(self) -> dict[str, object]:
-        """Returns the options that must be the same on all workers; others are compared where they take effect."""
-        different = (
-            "distribution",
-            "batch_size",
-            "callbacks",
-            "verbose",
-            "validation_data",
-            "checkpoints",
-            "should_stop",
-        )
-        names = [field.name for field in dataclasses.fields(self) if field.name not in different]
+    def facts(self, optimizer: keras.optimizers.Optimizer | None) -> dict[str, object]:
+        """Returns what must be the same on all workers, and is not compared where it takes effect.
+
+        Of an optimizer these are the numbers it was created with but the learning rate: that of the chief is taken.
+        """
+        others = "distribution", "batch_size", "callbacks", "verbose", "validation_data", "checkpoints", "should_stop"
+        names = [field.name for field in dataclasses.fields(self) if field.name not in others]
         facts: dict[str, object] = {name: str(getattr(self, name)) for name in names}
-        return facts | {"validation_data": "none" if self.validation_data is None else "given"}
+        facts["validation_data"] = "none" if self.validation_data is None else "given"
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        settings = {} if optimizer is None else {"optimizer": type(optimizer).__name__, **optimizer.get_config()}
+        simple = {k: str(v) for k, v in settings.items() if isinstance(v, str | int | float | None)}
+        return facts | {k: v for k, v in simple.items() if k not in ("name", "learning_rate")}
 
     def changed(self, names: Sequence[str]) -> list[str]:
         """Returns those of the options in `names` that do not have their default."""
@@ -117,7 +116,7 @@ class TrainingPlan:
 def plan_training(model: keras.Model, source: sources.Source, options: FitOptions) -> TrainingPlan:
     """Returns the plan of one training of a compiled model; raises UserError for what does not fit together."""
     distribution = options.distribution
-    facts = options.facts() | keras_internals.settings(getattr(model, "optimizer", None))
+    facts = options.facts(getattr(model, "optimizer", None))
     same = "give all workers the same; the seed of an order is one number for all, and each takes its own rows of it"
     distribution.peers.check_same(facts, "the arguments of fit", "arguments of fit or of the optimizer", same)
     if options.virtual_replicas:
