@@ -1,0 +1,159 @@
+"""When the loop takes checkpoints, and how it goes back to one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+from tfdist.checkpoints import oom_note
+from tfdist.checkpoints.manager import Checkpoints
+from tfdist.checkpoints.resume import Position
+from tfdist.checkpoints.training_run import TrainingRun
+from tfdist.config.messages import logger
+from tfdist.data.batch_layout import Layout
+from tfdist.errors import TrainingError
+from tfdist.keras_bridge import layer_state
+from tfdist.step.step_calls import OutOfMemory
+from tfdist.trainer import callbacks as callbacks_lib
+from tfdist.trainer.agreement import NOTHING_DUE, Decisions, Due
+
+
+class CheckpointHook:
+    """Called by the loop at each point where a checkpoint may be taken; does nothing with `checkpoints` None."""
+
+    def __init__(self, checkpoints: Checkpoints | None, run: TrainingRun):
+        self._checkpoints = None if checkpoints is None or checkpoints.off else checkpoints
+        self._run = run
+        self._saved: tuple | None = None  # place of the last one
+        self._rollbacks = 0
+        self._foreign: set[str] = set()
+
+    def _place(self, position: Position) -> tuple[int, int, int, bool]:
+        return position.update, position.epoch, position.begun, position.measured
+
+    def begin(self, position: Position, rollback: bool) -> Position:
+        """Returns where the training begins, or resumes.
+
+        Args:
+          rollback: whether `roll_back` may be needed, and so a checkpoint to go back to.
+        """
+        if self._checkpoints is None:
+            return position
+        self._run.distribution.peers.on_loss = self._checkpoints.write_held
+        resumed = self._checkpoints.begin(self._run)
+        if resumed is not None:
+            self._saved = self._place(resumed)
+            return resumed
+        if self._run.distribution.workers == 1:
+            self._checkpoints.hold(self._run, position)
+        if rollback:
+            self._save(position)
+        return position
+
+    @contextlib.contextmanager
+    def noting_foreign_state(self) -> Iterator[None]:
+        """Warns, after the first call, of variables that it writes and that a checkpoint does not hold."""
+        if self._checkpoints is None:
+            yield
+            return
+        with layer_state.noting_writes() as writes:
+            yield
+        names = {w.variable.name.partition(":")[0] for w in layer_state.foreign(self._run.model, writes)}
+        if names - self._foreign:
+            logger.info(
+                "WARNING: the training step writes variables that belong to no layer of the model and are in no "
+                f"checkpoint ({', '.join(sorted(names))}): create them in a layer with add_weight to resume with them"
+            )
+        self._foreign |= names
+
+    def limit(self, position: Position) -> float:
+        """Returns how many updates there may be before the next checkpoint, or the next one to skip."""
+        limit = math.inf if self._checkpoints is None else self._checkpoints.limit(position.update)
+        return min([limit, *[u - position.update for u in position.skipped if u >= position.update]])
+
+    def due(self) -> Due:
+        """Returns the actions that are due by this worker's clock."""
+        if self._checkpoints is None:
+            return NOTHING_DUE
+        several = self._run.distribution.workers > 1
+        return Due(self._checkpoints.late(), several and self._checkpoints.should_hold())
+
+    def after_call(self, position: Position, decisions: Decisions, logs: Mapping | None = None) -> None:
+        """Takes a checkpoint, if one is due by number or the chief's clock, or an epoch with these logs is the best."""
+        if self._checkpoints is None:
+            return
+        improved = logs is not None and self._checkpoints.improved(logs, position.update)
+        if improved or decisions.due.save or self._checkpoints.due(position.update):
+            self._save(position)
+        elif decisions.due.hold:
+            self._checkpoints.hold(self._run, position)
+
+    def end(self, position: Position) -> None:
+        """Takes the last checkpoint when training ends or is interrupted, and waits until it is on the disk."""
+        if self._checkpoints is None:
+            return
+        peers = self._run.distribution.peers
+        self._checkpoints.wait()
+        failed = peers.gather("the last checkpoint", bool(self._checkpoints.failure))[0]
+        if failed or self._place(position) != self._saved:
+            with peers.during("saving"):
+                self._save(position, wait=True)
+        peers.on_loss = lambda: None
+
+    def roll_back(self, error: TrainingError, update: int, position: Position, most: int) -> Position:
+        """Returns to the last good checkpoint, from which the offending updates will be left out.
+
+        The loss shows a weight that is not finite one update later than it came about: that one is left out as well.
+
+        Args:
+          error: to raise when this was tried `most` times.
+          update: the first with a loss that is not finite.
+        """
+        if self._checkpoints is None or self._rollbacks == most:
+            raise error
+        self._rollbacks += 1
+        bad = sorted({*position.skipped, max(0, update - 1), update})
+        good = self._checkpoints.back(self._run, max(0, update - 1))
+        good.skipped = bad
+        self._saved = None
+        self._run.model.stop_training = False
+        if self._run.distribution.is_chief:
+            logger.info(
+                f"WARNING: {error}; back to update {good.update}, and without updates "
+                f"{', '.join(str(u + 1) for u in bad)} from there ({self._rollbacks} of {most} times)"
+            )
+        for callback in callbacks_lib.with_hooks(self._run.callbacks):
+            callback.on_rollback(good.update, bad)
+        return good
+
+    def halve_micro_batches(self, error: OutOfMemory, layout: Layout, ordered: bool) -> tuple[Layout, Position]:
+        """Returns smaller micro-batches, and the last good checkpoint, after an update for which memory was missing.
+
+        Raises an error where that cannot be: there are no checkpoints; or other workers, whose collectives are broken
+        now; or the data is not `ordered`, and its order depends on how often it has been begun.
+        """
+        accumulate = min(2 * layout.accumulate, layout.batch // layout.replicas)
+        text = f"{error}, at {layout.max_micro_rows} example{'s' * (layout.max_micro_rows > 1)} at a time"
+        if accumulate == layout.accumulate:
+            raise TrainingError(f"{text}, the fewest there can be: use a smaller model or more memory") from error
+        if self._checkpoints is None or self._run.distribution.workers > 1 or not ordered:
+            raise OutOfMemory(f"{text}: {oom_note.advice(accumulate)}") from error
+        position = self._checkpoints.again(self._run)
+        self._saved = None
+        smaller = dataclasses.replace(layout, accumulate=accumulate)
+        logger.info(
+            f"WARNING: {text}: from update {position.update} on again, at {smaller.max_micro_rows} "
+            f"(train.accumulate={accumulate}), with the same result"
+        )
+        for callback in callbacks_lib.with_hooks(self._run.callbacks):
+            callback.on_accumulate(accumulate)
+        return smaller, position
+
+    def _save(self, position: Position, wait: bool = False) -> None:
+        assert self._checkpoints is not None
+        self._checkpoints.save(self._run, position, wait)
+        self._saved = self._place(position)
+        for callback in callbacks_lib.with_hooks(self._run.callbacks):
+            callback.on_checkpoint(position.update)
