@@ -10,6 +10,17 @@ if TYPE_CHECKING:
     import inspect
     from collections.abc import Callable
 
+    from tfdist.checkpoints.manager import Checkpoints
+    from tfdist.data.datasets.registry import load_data
+    from tfdist.distributed.connect import connect
+    from tfdist.distributed.distribution import Distribution
+    from tfdist.errors import TrainingError, UserError
+    from tfdist.keras_bridge.batch_norm import synchronize_batch_norm
+    from tfdist.launch.notebook import launch
+    from tfdist.trainer.callbacks import Callback
+    from tfdist.trainer.evaluation import evaluate, predict
+    from tfdist.trainer.fit import fit
+
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -43,15 +54,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Loads a public name on first use, so that `import tfdist` does not import TensorFlow."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+if not TYPE_CHECKING:  # type checkers would take any name for one that it returns
+
+    def __getattr__(name: str) -> Any:
+        """Loads a public name on first use, so that `import tfdist` does not import TensorFlow."""
+        if name not in _HOMES:
+            raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
 
 
 class CallablePackage(types.ModuleType):

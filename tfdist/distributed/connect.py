@@ -11,11 +11,12 @@ import re
 import sys
 from collections.abc import Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tfdist.cluster import discovery, registration
 from tfdist.cluster.peers import Peers
-from tfdist.config import cpu_kernels, keras_backend, messages, runtime_options
+from tfdist.config import cpu_kernels, keras_backend, messages
+from tfdist.config.keywords import checked_keywords
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import PlacementOptions
 from tfdist.distributed import gpus, strategy_choice, tf_devices, tpu_host
@@ -193,8 +194,23 @@ _CONNECTED: dict[tuple[PlacementOptions, str, discovery.Cluster], Distribution] 
 _IN_ORDER: list[Distribution] = []  # the same, the latest one last
 
 
-def connect(strategy: str = "auto", **environment: Any) -> Distribution:
-    """Chooses and starts a strategy by the same rules as the command line.
+@checked_keywords()
+def connect(
+    strategy: str = "auto",
+    *,
+    devices: str = "all",
+    virtual_devices: int | None = None,
+    tpu: str = "local",
+    threads: int | None = None,
+    cpu_kernels: str = "auto",
+    jit: str = "auto",
+    communication: str = "auto",
+    bucket_bytes: int | None = None,
+    insecure: bool = False,
+    start_timeout: float = 120.0,
+    stall_timeout: float = 600.0,
+) -> Distribution:
+    """Chooses and starts a strategy by the same rules as the command line, whose flags the arguments are.
 
     Must come before TensorFlow has done anything else in the process when it
     splits the CPU or sets threads. Asked again for the same, as a cell of a
@@ -202,8 +218,17 @@ def connect(strategy: str = "auto", **environment: Any) -> Distribution:
 
     Args:
       strategy: `auto`, `default`, `mirrored`, `multi_worker`, `tpu` or `horovod`.
-      **environment: the other environment flags, e.g. `virtual_devices=3`,
-        `devices="0,1"`, `threads=4`, `jit="on"`.
+      devices: GPUs: `all`, `none`, numbers as the driver counts, such as `0,3`, or `idle:2` for the two least used.
+      virtual_devices: number of devices into which the CPU is split.
+      tpu: `local`, or the name of a TPU in the Cloud.
+      threads: threads per device for TensorFlow.
+      cpu_kernels: what TensorFlow computes with on a CPU: `auto`, `onednn` or `eigen`.
+      jit: compilation of forward and backward pass by XLA: `on`, `off`, or `auto` for on GPUs.
+      communication: how `multi_worker` sums: `auto`, `ring` or `nccl`.
+      bucket_bytes: bytes of small tensors that `multi_worker` sums together.
+      insecure: go on without a secret where other hosts can reach this one.
+      start_timeout: seconds to wait for other workers to start.
+      stall_timeout: seconds without progress after which a worker is taken for lost.
 
     Returns:
       A `Distribution`; create the model under its `scope()`.
@@ -211,11 +236,7 @@ def connect(strategy: str = "auto", **environment: Any) -> Distribution:
     Raises:
       UserError: the strategy or an option cannot be used here.
     """
-    known = set(runtime_options.names(PlacementOptions)) - {"strategy"}
-    unknown = set(environment) - known
-    if unknown:
-        raise UserError(f"connect() has no option {sorted(unknown)[0]!r}: known are {', '.join(sorted(known))}")
-    placement = locate(PlacementOptions(strategy=strategy, **environment))
+    placement = locate(PlacementOptions(**locals()))
     asked = placement.options, placement.choice.name, placement.cluster
     if asked not in _CONNECTED:
         _CONNECTED[asked] = create(placement)

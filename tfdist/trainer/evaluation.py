@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import config
+from tfdist.config.keywords import checked_keywords
 from tfdist.config.messages import logger
 from tfdist.data import sources
 from tfdist.data.batch_layout import Layout
@@ -34,30 +33,6 @@ from tfdist.verification import equivalence_check, replica_sync_check
 Data: TypeAlias = Any
 """Arrays, a tuple of them, a `tf.data.Dataset`, what `python_batches` reads, or a source of `tfdist.data.sources`."""
 PREDICT_ROWS = 4096  # rows that `predict` holds on the device before they are copied out
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def renamed_arguments(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function accept its keyword arguments by their former names (new by former), too, with a warning."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = inspect.signature(function).parameters
-
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> R:
-            for former in [former for former in names if former in kwargs]:
-                kwargs |= dict(zip(parameters, args))
-                args, name, value = (), names[former], kwargs.pop(former)
-                default = parameters[name].default
-                if default is None and value is not None and kwargs.get(name) is not None:
-                    raise UserError(f"{former} is the former name of {name}", "give one of them")
-                kwargs[name] = config.renamed(name, kwargs.get(name, default), former, value, default)
-            return function(*args, **kwargs)
-
-        return wrapper
-
-    return decorate
 
 
 def limited(number: int | None, most: int | None, what: str) -> int | None:
@@ -68,7 +43,7 @@ def limited(number: int | None, most: int | None, what: str) -> int | None:
     return most
 
 
-@renamed_arguments(dataset="x", shards="virtual_replicas")
+@checked_keywords(dataset="x", shards="virtual_replicas")
 def evaluate(
     model: keras.Model,
     x: Data = None,
@@ -212,7 +187,7 @@ def _feed(source: sources.Source, layout: Layout, steps: int | None, what: str) 
     return feed, batches
 
 
-@renamed_arguments(dataset="x", shards="virtual_replicas")
+@checked_keywords(dataset="x", shards="virtual_replicas")
 def predict(
     model: keras.Model,
     x: Data = None,

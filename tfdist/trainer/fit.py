@@ -11,6 +11,7 @@ import keras
 
 from tfdist import config
 from tfdist.checkpoints.manager import Checkpoints
+from tfdist.config.keywords import checked_keywords
 from tfdist.data import sources
 from tfdist.data.structures import Structure
 from tfdist.distributed import connect
@@ -19,13 +20,13 @@ from tfdist.errors import UserError
 from tfdist.keras_bridge import preconditions
 from tfdist.trainer import agreement
 from tfdist.trainer.callbacks import Callbacks
-from tfdist.trainer.evaluation import Data, limited, renamed_arguments
+from tfdist.trainer.evaluation import Data, limited
 from tfdist.trainer.loop import FitLoop
 from tfdist.trainer.plan import FitOptions, plan_training
 from tfdist.verification import equivalence_check
 
 
-@renamed_arguments(
+@checked_keywords(
     dataset="x", shards="virtual_replicas", measure_average="evaluate_ema", learning_rates="lr_multipliers"
 )
 def fit(

@@ -9,7 +9,6 @@ import math
 import os
 import zlib
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -18,6 +17,7 @@ from tfdist import config
 from tfdist.cluster.peers import Peers
 from tfdist.config import field_syntax, user_functions, validation
 from tfdist.config.field_syntax import Options
+from tfdist.config.keywords import checked_keywords
 from tfdist.data import bucket_files, image_decoding, python_examples
 from tfdist.data import loaded as loaded_lib
 from tfdist.data.arrays import Arrays, in_memory, size_in_memory
@@ -74,14 +74,30 @@ def facts(loaded: Loaded) -> dict[str, object]:
     }
 
 
-def load_data(name: str, *, batch_size: int = 32, seed: int = 0, **options: object) -> Loaded:
+@checked_keywords(broken="on_error")
+def load_data(
+    name: str,
+    *,
+    batch_size: int = 32,
+    seed: int = 0,
+    train_split: str = "train",
+    eval_split: str = "test",
+    data_dir: str | os.PathLike[str] = "",
+    cache: str = "auto",
+    options: str = "",
+    image_size: str | int = "",
+    resize: str = "crop",
+    augment: str = "",
+    on_error: str = "refuse",
+) -> Loaded:
     """Loads a data set by name, for `tfdist.fit`, `evaluate` and `predict`; to be called after `tfdist.connect`.
 
     Args:
       name: what `data.name` of an experiment may be: `image_folder:/path`, `csv:/path`, a TFDS name, ...
       batch_size: global batch of what can only be read as a stream.
       seed: decides the order of such a stream.
-      **options: the other fields of `tfdist.config.Data`, such as `train_split="train[:90%]"`, `image_size=64`.
+      train_split, eval_split, data_dir, cache, options, image_size, resize, augment, on_error: as the fields of
+        `tfdist.config.Data`, such as `train_split="train[:90%]"`, `image_size=64`.
 
     Returns:
       A source for training, `train`, one for evaluation, `eval`, and what a model must know of them, `spec`. Classes
@@ -90,15 +106,19 @@ def load_data(name: str, *, batch_size: int = 32, seed: int = 0, **options: obje
     Raises:
       UserError: whatever the command would refuse.
     """
-    known = {f.name for f in dataclasses.fields(config.Data)} - {"name", "shuffle"}  # fit shuffles what it can
-    if unknown := sorted(set(options) - known - set(config.FORMER_NAMES)):
-        raise UserError(
-            f"load_data() has no option {unknown[0]!r}{field_syntax.suggest(unknown[0], tuple(sorted(known)))}"
-        )
-    texts: dict[str, Any] = {k: os.fspath(v) if isinstance(v, os.PathLike) else v for k, v in options.items()}
-    if type(texts.get("image_size")) is int:
-        texts["image_size"] = str(texts["image_size"])
-    experiment = config.Experiment(seed=seed, data=config.Data(name=name, **texts))
+    data = config.Data(
+        name=name,
+        train_split=train_split,
+        eval_split=eval_split,
+        data_dir=os.fspath(data_dir),
+        cache=cache,
+        options=options,
+        image_size=str(image_size),
+        resize=resize,
+        augment=augment,
+        on_error=on_error,
+    )
+    experiment = config.Experiment(seed=seed, data=data)
     experiment.train.batch_size = experiment.eval.batch_size = batch_size
     loaded = load(validation.validate(experiment))
     if loaded.train.mixes and loaded.spec.classes:
