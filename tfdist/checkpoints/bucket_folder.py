@@ -7,8 +7,6 @@ compared with their manifest. There is no lock across machines either: a run wri
 begins, and one that finds another name there stops.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -6,8 +6,6 @@ with the size and SHA-256 of each file and that of the experiment. It is written
 and renamed; then the file `latest` names it, for users: tfdist lists the folders.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Lock of a run folder: one run at a time, lent by the launcher to its workers. No TensorFlow."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -4,8 +4,6 @@
 has the experiment, and the SHA-256 of what `data.json` says. Folders of earlier versions have neither, and pass.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """The checkpoints of one run: when they are taken, written and deleted, and which one a run resumes from."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os

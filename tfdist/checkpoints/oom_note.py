@@ -1,7 +1,5 @@
 """The number of micro-batches into which an update must be cut after a run was out of memory, for its next attempt."""
 
-from __future__ import annotations
-
 import re
 
 from tfdist.checkpoints import files

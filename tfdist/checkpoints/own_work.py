@@ -5,8 +5,6 @@ Therefore a run with functions leaves a mark beside that file: a keyed digest of
 first use, and only the user can read it. A folder may be moved, copied, and read on any host with the same home.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """Selects the checkpoint that a run resumes from: the newest that is valid, and of the same experiment."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import pathlib

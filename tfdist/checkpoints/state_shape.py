@@ -1,7 +1,5 @@
 """Schema of a checkpoint's `state.json`: checksums find damage, not forgery."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias

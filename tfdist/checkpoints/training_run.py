@@ -1,7 +1,5 @@
 """The state of a training that a checkpoint holds beside its tensors (`state.json`): capture and restore."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeAlias

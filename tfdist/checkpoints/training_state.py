@@ -6,8 +6,6 @@ replicas gets them back bit for bit; on another number, statistics are averaged,
 start again from the first replica's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import keras

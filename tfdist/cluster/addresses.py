@@ -1,7 +1,5 @@
 """Parses addresses of workers as users, Slurm and TensorFlow write them. No TensorFlow."""
 
-from __future__ import annotations
-
 import ipaddress
 import itertools
 import math

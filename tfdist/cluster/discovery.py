@@ -4,8 +4,6 @@ The launcher of this very process (tfdist.launch, torchrun) takes precedence: a 
 nodes, or the launcher itself. All other sources must agree, since one worker with a wrong rank makes all of them hang.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import itertools

@@ -4,8 +4,6 @@ A platform describes each node (machine or container) and counts nodes, not work
 workers, or there is one worker on each.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

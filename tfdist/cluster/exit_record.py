@@ -4,8 +4,6 @@ The launcher shows the cause of a failure and not its consequences. It keeps the
 descendant can write to: a shell or another program may stand between it and the worker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

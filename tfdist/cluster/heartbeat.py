@@ -1,7 +1,5 @@
 """Judges from heartbeats which worker is lost, stuck, or cannot stop in order. No TensorFlow, no sockets, no clock."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias

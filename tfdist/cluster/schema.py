@@ -4,8 +4,6 @@ A reader takes a value and returns it, or raises `WireError`. Texts that a perso
 texts that are compared stay as they are (`text`), and are escaped where they are printed.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Holds back what is printed to standard error, except the last lines of a process. No TensorFlow."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

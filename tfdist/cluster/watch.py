@@ -1,7 +1,5 @@
 """The thread of a worker that listens to the others, and ends the process when one is lost. No TensorFlow."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors

@@ -5,8 +5,6 @@ shared secret neither an unknown process nor one of another job is taken for a p
 and the handshake only tells tfdist from other programs.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import errno

@@ -14,8 +14,6 @@ Exit codes: 0 all that ran end with the same; 1 one does not, or failed; 2 the
 input is wrong, or nothing could be compared; 130 or 143 ended by a signal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

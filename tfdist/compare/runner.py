@@ -1,7 +1,5 @@
 """A comparison of strategies, from its first run to its verdict. TensorFlow only where weights are read."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

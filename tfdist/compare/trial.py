@@ -3,8 +3,6 @@
 Commands are worked out first (`plan`, pure) and started second (`run`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """Augmentation as it is written in an experiment: `flip, crop(4), mixup(0.2)`. Needs no TensorFlow."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 from typing import NamedTuple

@@ -4,8 +4,6 @@ TensorFlow turns oneDNN on by itself on CPUs with AVX-512 VNNI and the like alon
 (docs/speed.md). It decides once, when it is imported, so whoever wants another kind must say so before.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import pathlib

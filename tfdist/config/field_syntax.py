@@ -1,7 +1,5 @@
 """Texts in an experiment's fields, and what they mean: each complaint is a line that names the field."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import itertools

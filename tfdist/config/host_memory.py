@@ -4,8 +4,6 @@ It belongs to no file system (memfd), so nothing is left behind by a process tha
 find it by its place in the `/proc` of the process that made it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import uuid

@@ -1,7 +1,5 @@
 """The backend that Keras runs on; tfdist needs TensorFlow. Imports neither."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

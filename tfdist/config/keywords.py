@@ -1,7 +1,5 @@
 """Keyword arguments of public functions: misspelt names, and deprecated ones."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Files on this machine's disks: written whole or not at all, read only if they are files, locked. No TensorFlow."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import errno

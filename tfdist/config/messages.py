@@ -3,8 +3,6 @@
 `logging.getLogger("tfdist").setLevel("WARNING")` silences them; a handler added to it gets a copy of each.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Runtime options: where a command runs, what it shows and how it resumes, as absl flags and as plain records."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """Everything that follows from several inputs, worked out once: the plan of a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -3,8 +3,6 @@
 `EarlyStopping(patience=3), my.callbacks:make` names a class of Keras with arguments, and a function of one's own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """The user's own functions: `package.module:function`, found and called with errors that name the field."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Finds what can be known to be wrong in an experiment without TensorFlow."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import operator

@@ -3,8 +3,6 @@
 What is downloaded is named by all names, sizes and tags of the objects, so other content is downloaded anew.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import hashlib

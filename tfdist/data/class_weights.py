@@ -1,7 +1,5 @@
 """`train.class_weight`: how much the examples of each class weigh."""
 
-from __future__ import annotations
-
 import numpy as np
 import tensorflow as tf
 

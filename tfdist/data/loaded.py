@@ -3,8 +3,6 @@
 One worker loads them, the others map its memory, which is sealed against changes, or have their own where they cannot.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fcntl

@@ -4,8 +4,6 @@ As in Keras, the first two tell shapes and types: where their shapes differ, lat
 lost. Types stay as they are; Keras' layers and losses cast what they are given.
 """
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import itertools

@@ -2,8 +2,6 @@
 items, such as a map-style data set of torch. Neither package is imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Data as `fit`, `evaluate` and `predict` accept it, as a source; and from a source to a feed of global batches."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

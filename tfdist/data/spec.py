@@ -1,7 +1,5 @@
 """The description of data that a model is built for."""
 
-from __future__ import annotations
-
 import dataclasses
 
 

@@ -1,7 +1,5 @@
 """`data.json` of a run folder: what the model was built for, so that it can be built again without the data."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import hashlib

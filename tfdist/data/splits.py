@@ -1,7 +1,5 @@
 """Splits as people write them, in the syntax of TFDS: `train`, `train[:90%]`, `train[100:]`, `train[:-50]+test`."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Types for what travels through a pipeline and a step, whose nesting is the user's."""
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 Structure: TypeAlias = Any

@@ -1,7 +1,5 @@
 """Facts besides the experiment that decide about the last bit: with virtual replicas, workers must agree on them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

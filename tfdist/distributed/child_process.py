@@ -1,7 +1,5 @@
 """Processes that end when the one that started them ends, however it ends. No TensorFlow."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Sums over replicas: what travels together in an all-reduce, and in which order a process adds up its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import tensorflow as tf

@@ -4,8 +4,6 @@ GPUtil trusts nvidia-smi with everything: no time limit, no look at the return c
 never counts as available. So only its record of a GPU is used; where nvidia-ml-py is installed, that asks the driver.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

@@ -6,8 +6,6 @@ same bits for all. It has two slots, in turn: who has written a piece has read t
 wait. Others must see writes in the order in which they were made: on x86 they do, elsewhere Python cannot ask for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import mmap

@@ -1,7 +1,5 @@
 """Chooses a strategy, with the reason, from what the process can see. No TensorFlow."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

@@ -3,8 +3,6 @@
 No TensorFlow. Whether there is a TPU is known only when its system has been started, see `strategies.tpu`.
 """
 
-from __future__ import annotations
-
 import glob
 import importlib.util
 import os

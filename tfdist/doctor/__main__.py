@@ -9,8 +9,6 @@ Exit codes: 0 nothing fails (warnings may stand); 2 something does, or the flags
 are wrong; 130 interrupted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """A check of the doctor is a name and a function that returns findings; all are made at once, each within its time."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import threading

@@ -1,7 +1,5 @@
 """A run folder and its checkpoints, every byte of them read. No TensorFlow."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import time

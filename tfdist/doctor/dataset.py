@@ -1,7 +1,5 @@
 """Whether the data set is prepared, and whole, from the files that TFDS leaves. Neither TFDS nor TensorFlow."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import importlib.machinery

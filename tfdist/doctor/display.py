@@ -1,7 +1,5 @@
 """What the doctor found, as lines for a person, as JSON, and as a block for a bug report. No TensorFlow."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import getpass

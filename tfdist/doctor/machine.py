@@ -1,7 +1,5 @@
 """The machine without its GPUs: cores, memory, shared memory, open files, disk. No TensorFlow."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """Python packages that do not go together, from pip's records alone. No TensorFlow."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Mapping
 from importlib import metadata

@@ -4,8 +4,6 @@ TensorFlow is asked in a process of its own, because its import takes seconds, m
 cannot be taken back: `python -m tfdist.doctor.tensorflow_probe` prints its answer as one line of JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses

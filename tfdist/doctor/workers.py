@@ -1,7 +1,5 @@
 """Who the workers are, as the variables of this process tell, and which strategy follows from it. No TensorFlow."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Mapping

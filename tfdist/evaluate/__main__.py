@@ -9,8 +9,6 @@ Exit codes: 0 done; 1 a failure on the way; 2 the input or the environment is
 wrong; 143 stopped by a signal.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

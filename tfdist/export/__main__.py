@@ -11,8 +11,6 @@ Exit codes: 0 done; 1 the model cannot be written so, or the result differs;
 2 the input is wrong; 130, 143 a signal.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

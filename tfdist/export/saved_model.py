@@ -1,7 +1,5 @@
 """A trained model as a SavedModel that takes what clients have: raw inputs, encoded pictures, columns of a table."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

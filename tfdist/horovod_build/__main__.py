@@ -8,8 +8,6 @@ Exit codes: 0 Horovod is there; 1 it does not compile or load; 2 something that
 the build needs is missing; 130 or 143 ended by a signal.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib

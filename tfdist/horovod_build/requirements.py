@@ -1,7 +1,5 @@
 """What a build of Horovod needs from the machine: found, or missing in one line with the fix. No TensorFlow."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.util

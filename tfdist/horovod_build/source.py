@@ -1,7 +1,5 @@
 """The released source of Horovod, and what it takes to compile it against a current TensorFlow. No TensorFlow."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A temporary folder where Horovod is fetched, compiled, tried and installed from, by pip. No TensorFlow."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """BatchNormalization on several replicas: with the statistics of the global batch, or of each replica's rows."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The moving average of the weights (EMA): kept up at each update, put in the weights' place to measure and to end."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias

@@ -1,7 +1,5 @@
 """All rows of a micro-batch on every replica, for what looks across a batch."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

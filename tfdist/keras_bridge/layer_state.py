@@ -1,7 +1,5 @@
 """What layers and users' code change in a forward pass: noted, undone, averaged over replicas, or refused."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -4,8 +4,6 @@ Keras reduces a batch to one number, and a mean of means is not the mean when th
 is taken apart into a numerator, which adds up over micro-batches and replicas, and the denominator that belongs to it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import weakref

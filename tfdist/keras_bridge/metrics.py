@@ -1,8 +1,6 @@
 """Compiled Keras metrics in a compiled step: their updates, without the small ops that cost a small model its speed,
 and their results."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterator

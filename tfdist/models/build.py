@@ -1,7 +1,5 @@
 """The model of an experiment: by name, from a file or the user's own, with the weights that it starts from."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

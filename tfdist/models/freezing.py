@@ -1,7 +1,5 @@
 """Freezes layers by patterns of their names."""
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import math

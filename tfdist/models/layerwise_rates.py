@@ -1,7 +1,5 @@
 """Learning rates by layer: factors given by name, and factors that fall from the output to the input."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Mapping, Sequence

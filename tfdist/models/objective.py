@@ -1,7 +1,5 @@
 """What a model is trained for and measured by: its loss and metrics, those that fit the data or those requested."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The optimizer of an experiment: name, schedule, clipping, averaging."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

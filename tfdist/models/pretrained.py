@@ -1,7 +1,5 @@
 """Weights that a model starts with, from a file: by layer and variable, as far as they fit."""
 
-from __future__ import annotations
-
 import io
 import re
 import tempfile

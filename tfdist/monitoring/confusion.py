@@ -1,7 +1,5 @@
 """A classifier's mistakes: which classes it confuses, and its worst examples. NumPy only."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Analyzes a trained classifier's predictions for the report."""
 
-from __future__ import annotations
-
 import contextlib
 
 import keras

@@ -5,8 +5,6 @@ convolutions in the forward pass, three times: the backward pass makes one such 
 weights. Element-wise operations do not count.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

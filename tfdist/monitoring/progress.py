@@ -1,7 +1,5 @@
 """Display of a run: a progress bar on a terminal, plain lines anywhere else."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

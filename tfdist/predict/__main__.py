@@ -10,8 +10,6 @@ Exit codes: 0 done; 1 a failure on the way; 2 the input or the environment is
 wrong; 143 stopped by a signal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from absl import flags

@@ -14,8 +14,6 @@ Exit codes: 0 no run has failed; 1 one has failed or was refused; 2 the input is
 wrong; 130 or 143 ended by a signal.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

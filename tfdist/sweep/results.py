@@ -1,7 +1,5 @@
 """The result of a sweep: a row per run, the best of them, the table and the page. No TensorFlow."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """A sweep under way: the trials of an Optuna study, each a run in a process of its own. No TensorFlow."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses

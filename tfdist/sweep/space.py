@@ -1,7 +1,5 @@
 """The search space that `--over` defines: fields with values or ranges. No TensorFlow, and no Optuna."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import dataclasses

@@ -6,8 +6,6 @@ Exit codes: 0 done; 1 what was installed does not run; 2 it cannot be installed
 here; 130 interrupted.
 """
 
-from __future__ import annotations
-
 from absl import flags
 
 from tfdist.config.commands import command_line

@@ -1,7 +1,5 @@
 """The compilers' own environments: made on demand in a cache folder, never in the user's environment. No TensorFlow."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The topologies that `--topology` knows: how many devices of which kind, and what one of them has. No TensorFlow."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -5,8 +5,6 @@ replica's rows of a global batch and the variables that the update reads; its re
 of those that it writes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

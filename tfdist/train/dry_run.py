@@ -1,7 +1,5 @@
 """`--dry_run`: prints what a run would do, without doing it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

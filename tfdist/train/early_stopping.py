@@ -1,7 +1,5 @@
 """Early stopping: patience counted in evaluations, the best weights at the end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import keras

@@ -1,7 +1,5 @@
 """Prepares a run: the experiment as it will run, its data, schedule, model and checkpoints."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The story of a run on one worker, once everything is prepared: from the first update to the results."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """Puts a Slurm job that was pre-empted back into the queue. No TensorFlow."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Decisions after each call that all workers take alike, though each sees its own clock and its own signals."""
 
-from __future__ import annotations
-
 import collections
 import statistics
 from collections.abc import Callable

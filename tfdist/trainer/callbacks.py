@@ -1,7 +1,5 @@
 """Callbacks: tfdist's further hooks, and where each is called: those that write on the chief alone."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

@@ -1,7 +1,5 @@
 """When the loop takes checkpoints, and how it goes back to one."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -4,8 +4,6 @@ It starts equal and gets equal updates, so it stays equal; unless a weight or a 
 alone, or memory or a network is broken. Then every further update would be silently wrong.
 """
 
-from __future__ import annotations
-
 import hashlib
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Code that is neither Keras' nor TensorFlow's, tfdist's or Python's own: what of it a model runs, and its digest."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

@@ -4,8 +4,6 @@ The weights are read from the checkpoint at the end of a run, which has Keras' n
 of names, and may need the user's classes to be read. TensorFlow is imported to read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Shared by all commands: flags in, exit codes and one line per error out. No TensorFlow."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Experiments and flag files: shipped ones by name, and errors in a person's own in one line. No TensorFlow."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

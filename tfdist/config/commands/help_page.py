@@ -3,8 +3,6 @@
 `python -m tfdist.config.commands.help_page` prints docs/fields.md.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Standard output and error that are full, closed or gone: a run does without its words, and not without its end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """MixUp and CutMix: each example of a batch with its partner, targets and weights along with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

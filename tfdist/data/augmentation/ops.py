@@ -3,8 +3,6 @@
 Images are [h, w, c], uint8 or float, with values from 0 to `maximum`; they keep type and range, uint8 ones rounded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 An array is a column of a split: `x_train`, `train_x`, or `x` where there are no splits. Files are never unpickled.
 """
 
-from __future__ import annotations
-
 import functools
 import glob
 import math

@@ -4,8 +4,6 @@ digits.csv.gz has 64 pixels from 0 to 16, then the label: E. Alpaydin and C. Kay
 1998, https://doi.org/10.24432/C50P49, licence CC BY 4.0; of it the test set, as scikit-learn distributes it.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 from importlib import resources

@@ -1,7 +1,5 @@
 """Shared by the adapters: where examples lie, their targets and weights, and the one way to make records of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

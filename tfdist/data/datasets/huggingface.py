@@ -1,7 +1,5 @@
 """`hf:path` and `hf:name`: data sets of Hugging Face `datasets`, read by number, if that package is installed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`image_folder:/path`: a folder of images for each class, as examples by number."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import hashlib

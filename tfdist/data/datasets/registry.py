@@ -1,7 +1,5 @@
 """Data sets by name: one case of `_stored` for each format that `data.name` can have."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import inspect

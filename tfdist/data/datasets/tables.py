@@ -4,8 +4,6 @@ An input is a dictionary: `numbers` float32 [n, columns], standardized, a missin
 int32, places in the vocabulary, 0 for what no training row has. Whichever is empty is left out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import glob

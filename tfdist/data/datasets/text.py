@@ -1,7 +1,5 @@
 """Text for language models: bytes as tokens, of files in windows without padding, or of Python's standard library."""
 
-from __future__ import annotations
-
 import dataclasses
 import glob
 import os

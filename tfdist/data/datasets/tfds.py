@@ -1,7 +1,5 @@
 """Data sets of TFDS: prepared where they are not, and read into memory, by number, or as a stream."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import io

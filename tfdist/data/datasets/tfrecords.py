@@ -4,8 +4,6 @@ One look at the lengths of records finds where each begins. The checksum of a le
 that of a record when it is read.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import glob

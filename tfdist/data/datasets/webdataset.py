@@ -3,8 +3,6 @@
 Targets are read at once, inputs when they are needed, from where they lie in the tar files.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import glob
 import io

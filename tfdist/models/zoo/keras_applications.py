@@ -1,7 +1,5 @@
 """The image classifiers of keras.applications, without weights, for images as they are stored."""
 
-from __future__ import annotations
-
 import inspect
 import re
 

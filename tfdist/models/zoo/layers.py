@@ -1,7 +1,5 @@
 """What the architectures share: scaled inputs, logits, stochastic depth, and what they refuse."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

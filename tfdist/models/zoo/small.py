@@ -1,7 +1,5 @@
 """Small networks for images, for the columns of a table, and for tokens: what the examples and many tests train."""
 
-from __future__ import annotations
-
 import keras
 
 from tfdist.data.spec import Spec

@@ -1,7 +1,5 @@
 """Image classifiers that Keras does not have: AlexNet, the residual network for CIFAR and a small transformer."""
 
-from __future__ import annotations
-
 import keras
 
 from tfdist.data.spec import Spec

@@ -1,7 +1,5 @@
 """The charts of a report: loss and metrics, speed, and load of the devices."""
 
-from __future__ import annotations
-
 from tfdist.monitoring.report.html import Html, join, table, tag
 from tfdist.monitoring.report.line_chart import Line, Mark, plot, value
 from tfdist.monitoring.report.run_files import Record, mapping, number, sequence

@@ -1,7 +1,5 @@
 """HTML and SVG as text in which whatever is not markup is escaped, so that no name or message can become a tag."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Collection
 

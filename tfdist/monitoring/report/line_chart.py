@@ -4,8 +4,6 @@ Horizontal positions are percentages and text has a fixed size, so that a chart 
 screen. The lines themselves are in an inner SVG that is stretched to fit.
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 import json

@@ -1,7 +1,5 @@
 """`report.html`: one page about one run, made from the files of its folder. No TensorFlow, no network."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -1,7 +1,5 @@
 """Tolerant reader of run folders: any file may be missing, cut off, or of another version."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """The tables of a report: experiment, environment, starts of the workers, other runs in the folder, mistakes."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import urllib.parse
