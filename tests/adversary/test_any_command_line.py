@@ -216,7 +216,7 @@ OTHERS = {
     "doctor": ["--time_limit=5", "--devices=none"],
 }
 """Commands, and what keeps them from doing much; `horovod_build` would compile for minutes."""
-NOT_DRAWN = {"listen", "listen_seconds", "flagfile", "config", "time_limit", "help", "helpfull", "nnodes"}
+NOT_DRAWN = {"flagfile", "config", "time_limit", "help", "helpfull", "nnodes"}
 """Flags that make a command wait for others, as it should."""
 
 

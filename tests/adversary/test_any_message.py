@@ -1,7 +1,7 @@
 """Anything on every port, from strangers and from those who know the secret: nobody is kept out, and nothing breaks.
 
-The ports are those of the launcher, of the meeting, of the workers among each other, and of the doctor. All begin with
-one handshake; what may follow is a table for each. No TensorFlow, no processes.
+The ports are those of the launcher, of the meeting, and of the workers among each other. All begin with one handshake;
+what may follow is a table for each. No TensorFlow, no processes.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ from support import adversary
 from tfdist.cluster import registration, watch, wire
 from tfdist.cluster.watch import Watch
 from tfdist.cluster.wire import Acceptor
-from tfdist.doctor import network
 from tfdist.launch import node_agent
 from tfdist.launch.worker_process import Events
 
@@ -40,7 +39,6 @@ READERS = [  # who reads it, and messages that are right
     (watch.TO_CHIEF, [{"beat": "call", "update": 3, "for": 0.5}, {"gather": 0, "label": "x", "value": [1]}]),
     (watch.from_chief(2), [{"gathered": 0, "values": [None, 1]}, {"failed": "x"}, {"lost": "x", "worker": 1,
                                                                                    "why": "y"}]),
-    (network._ANSWER, [{"doctor": {"host": "h", "versions": {"a": "1"}, "clock": 1.5}}]),
 ]  # fmt: skip
 RIGHT = [message for _, those in READERS for message in those]
 
@@ -274,16 +272,3 @@ def test_some_bytes_of_another_worker(pieces):
 @given(pieces=WELL_READ)
 def test_any_bytes_of_another_worker(pieces):
     adversary.is_one_line(another_worker(pieces))
-
-
-@pytest.mark.whole
-@adversary.examples(300)
-@given(pieces=WELL_READ)
-def test_any_question_to_a_doctor(pieces):
-    """And the next one is answered."""
-    listener = network.PeerListener("127.0.0.1", 0, {"tfdist": "1"}, SECRET)
-    try:
-        said_to(("127.0.0.1", listener.port), pieces, SECRET)
-        assert network.ask("127.0.0.1", listener.port, SECRET, LIMIT_S).versions == {"tfdist": "1"}
-    finally:
-        listener.close()

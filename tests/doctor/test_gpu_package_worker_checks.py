@@ -243,8 +243,8 @@ def test_horovod(tmp_path, monkeypatch):
 # -- workers and strategy -------------------------------------------------------
 
 
-def place(environ=None, gpus_here=(), several=False, **environment):
-    return workers.find(PlacementOptions(**environment), gpus.Survey(gpus_here), environ or {}, several)
+def place(environ=None, gpus_here=(), **environment):
+    return workers.find(PlacementOptions(**environment), gpus.Survey(gpus_here), environ or {})
 
 
 def test_alone_on_a_cpu():
@@ -348,4 +348,3 @@ def test_workers_of_slurm_and_of_horovodrun():
     assert not of(found.findings, "surroundings")
     found = place({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"})
     assert found.choice.name == "horovod" and "under horovodrun has no addresses" in found.others["multi_worker"]
-    assert of(place(several=True).findings, "open ports")  # other hosts are named, so there will be workers

@@ -60,8 +60,6 @@ class UnreachableError(WireError):
 
     def __init__(self, error: OSError):
         super().__init__(str(error.strerror or error).lower())
-        self.closed = isinstance(error, ConnectionRefusedError)  # the host answers, but nothing listens at the port
-        self.timed_out = isinstance(error, TimeoutError)
 
 
 class Connection:

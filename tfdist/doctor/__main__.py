@@ -1,15 +1,14 @@
 """Says what this machine has, which strategy that means, and what is wrong.
 
 `python -m tfdist.doctor` takes the flags of `tfdist.train` that matter to that,
-a `--workdir` to examine the checkpoints there, and other hosts to ask
-(`--peers` here, `--listen` there). It says how to fix what is wrong, changes
-nothing, and what does not answer is a finding and no reason to wait.
+and a `--workdir` to examine the checkpoints there. It says how to fix what is
+wrong, changes nothing, and what does not answer is a finding and no reason to
+wait.
 
 Exit codes: 0 nothing fails (warnings may stand); 2 something does, or the flags
 are wrong; 130 interrupted.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -27,7 +26,6 @@ from tfdist import config
 from tfdist.cluster import addresses
 from tfdist.config import buckets, cpu_kernels, runtime_options, validation
 from tfdist.config.commands import command_line
-from tfdist.config.messages import aside
 from tfdist.distributed import gpus, tpu_host
 from tfdist.doctor import checkpoints, dataset, display, machine, network, packages, tensorflow_probe, workers
 from tfdist.doctor.check import FAIL, Check, Finding, later, run, worst
@@ -35,7 +33,6 @@ from tfdist.errors import UserError
 
 DRIVER_S = 5.0
 _LEFT_S = 1.0  # for the start of Python and for printing
-_START_S = 5.0  # that the doctor of a peer may start after this one, where the same command runs on all hosts
 _OF_TRAIN = ("strategy", "devices", "virtual_devices", "tpu", "insecure")
 
 
@@ -46,8 +43,6 @@ class DoctorOptions:
     experiment: config.Experiment
     where: runtime_options.PlacementOptions
     workdir: str  # a run folder, which need not exist, or its URL in a bucket; empty for the machine in general
-    peers: tuple[str, ...]  # `host:port` of doctors on other hosts, to ask
-    listen: addresses.Address | None  # where to answer doctors of other hosts
     master_port: int | None  # where a launcher is to meet, if somebody says so
     time_limit: float  # seconds
 
@@ -67,21 +62,19 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
     here, versions, keep = machine.look(machine.groups()), packages.versions(), options.experiment.checkpoint.keep
     newest = checkpoints.newest_size(folder / "checkpoints") if workdir else 0
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    secret, patience = environ.get("TFDIST_SECRET", ""), _START_S if options.listen else 0.0
     find_saved = partial(checkpoints.examine, folder / "checkpoints") if workdir else list
     if buckets.is_url(workdir):
         find_saved = partial(checkpoints.of_bucket, workdir)
     # Several checks need these, which take their time: they are under way while the checks wait for them.
     survey = later(lambda: gpus.survey(min(DRIVER_S, 0.6 * seconds)))
     answer = later(lambda: tensorflow_probe.ask(environ, 0.9 * seconds))
-    place = later(lambda: workers.find(options.where, survey.result(), environ, several=bool(options.peers)))
+    place = later(lambda: workers.find(options.where, survey.result(), environ))
     saved: Future[list[checkpoints.Checkpoint]] = later(find_saved)
 
     def ports() -> list[Finding]:
-        around, answering = place.result().cluster, options.listen.port if options.listen else None
-        needed = bool(options.master_port) or around.size > 1
-        own = network.own_ports(around, options.master_port)
-        return [f for host, port in own if port != answering for f in network.port_here(host, port, needed)]
+        around = place.result().cluster
+        needed, own = bool(options.master_port) or around.size > 1, network.own_ports(around, options.master_port)
+        return [f for host, port in own for f in network.port_here(host, port, needed)]
 
     checks = [
         Check("driver", lambda: tensorflow_probe.driver(survey.result()), "nvidia-smi hangs in the driver: reboot"),
@@ -93,7 +86,6 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
         Check("tpu", lambda: packages.tpu(environ)),
         Check("workers", lambda: place.result().findings),
         Check("ports", ports),
-        *(Check(f"peer {p}", partial(network.peer, p, versions, secret, patience)) for p in options.peers),
         Check("cores", lambda: machine.cores(here)),
         Check("cpu", lambda: machine.kernels(cpu_kernels.instruction_sets(), environ)),
         Check("memory", lambda: machine.memory(here)),
@@ -117,25 +109,14 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
 def _options() -> DoctorOptions:
     """Reads the flags; raises `UserError` where one makes no sense."""
     values: Any = flags.FLAGS
-    if values["listen_seconds"].present and not values.listen:
-        raise UserError(f"--listen_seconds={values.listen_seconds:g} without --listen", "give the port to answer at")
-    for name in ("listen_seconds", "time_limit"):
-        if not 0 < values[name].value < 1e6:
-            raise UserError(f"--{name} must be a positive number of seconds, got {values[name].value:g}")
-    peers = tuple(" ".join(p.split()) for p in values.peers)
-    for peer in peers:
-        addresses.split(peer, "--peers")
-    listen = None
-    if values.listen:
-        alone = values.listen.isdigit()
-        port = addresses.checked_port(values.listen, "--listen") if alone else 0
-        listen = addresses.Address(network.ALL, port) if alone else addresses.split(values.listen, "--listen")
+    if not 0 < values.time_limit < 1e6:
+        raise UserError(f"--time_limit must be a positive number of seconds, got {values.time_limit:g}")
     buckets.check("--workdir", values.workdir)
     if values.master_port is not None:
         addresses.checked_port(str(values.master_port), "--master_port")
     experiment, where = validation.validate(values.config), runtime_options.from_flags(values)
     workdir = os.path.expanduser(values.workdir)
-    return DoctorOptions(experiment, where, workdir, peers, listen, values.master_port, values.time_limit)
+    return DoctorOptions(experiment, where, workdir, values.master_port, values.time_limit)
 
 
 def _show(report: display.Report) -> None:
@@ -156,24 +137,8 @@ def _show(report: display.Report) -> None:
 
 def _run(argv: list[str]) -> int:
     del argv
-    begun, options, environ, listen = time.monotonic(), _options(), dict(os.environ), flags.FLAGS.listen
-    with contextlib.ExitStack() as stack:
-        if options.listen:
-            secret = environ.get("TFDIST_SECRET", "")
-            try:
-                listener = network.PeerListener(*options.listen, packages.versions(), secret)
-            except OSError as error:
-                reason = (error.strerror or str(error)).lower()
-                fix = "choose a free port on this machine"
-                raise UserError(f"--listen={listen} cannot be used ({reason})", fix) from None
-            stack.callback(listener.close)
-        report = examine(options, environ)
-        _show(report)
-        if options.listen:  # the doctors of other hosts get time to ask
-            left = max(0.0, begun + flags.FLAGS.listen_seconds - time.monotonic())
-            aside.info(f"answering other doctors at {listen} for {left:.0f} s more; Ctrl-C ends it")
-            with contextlib.suppress(KeyboardInterrupt):
-                time.sleep(left)
+    report = examine(_options(), dict(os.environ))
+    _show(report)
     return 2 if worst(report.findings) == FAIL else 0
 
 
@@ -186,9 +151,6 @@ def main() -> None:
             delattr(values, name)
     flags.DEFINE_string("workdir", "", "Folder of a run to examine, such as runs/digits; it need not exist yet.")
     flags.DEFINE_bool("json", False, "Print the findings as JSON.")
-    flags.DEFINE_list("peers", [], "Ask the doctors of other hosts: host:port,... (start them with --listen).")
-    flags.DEFINE_string("listen", "", "Answer the doctors of other hosts at this port, or host:port, of this machine.")
-    flags.DEFINE_float("listen_seconds", 60.0, "Seconds for which --listen answers.")
     flags.DEFINE_integer("master_port", None, "Port where tfdist.launch is to meet; 29500 if nothing else tells.")
     flags.DEFINE_float("time_limit", 10.0, "Seconds for all checks; what takes longer is a warning.")
     command_line.main(_run, command_line.parse, "interrupted, nothing was changed")

@@ -23,11 +23,8 @@ class Place:
     findings: list[Finding]
 
 
-def find(options: PlacementOptions, survey: gpus.Survey, environ: Mapping[str, str], several: bool = False) -> Place:
-    """Applies the rules of `tfdist.train` (see `connect.locate`), and goes on where those stop.
-
-    With `several` there will be other hosts, though nothing tells this process of their workers.
-    """
+def find(options: PlacementOptions, survey: gpus.Survey, environ: Mapping[str, str]) -> Place:
+    """Applies the rules of `tfdist.train` (see `connect.locate`), and goes on where those stop."""
     findings = _tf_config(environ)
     try:
         workers = discovery.find(environ)
@@ -60,7 +57,7 @@ def find(options: PlacementOptions, survey: gpus.Survey, environ: Mapping[str, s
             discovery.check_secret(workers, options.insecure)
     except UserError as error:
         findings.append(refused(error, "secret" if choice else "strategy"))
-    if choice and ((choice.name == "multi_worker" and workers.size > 1) or several):
+    if choice and choice.name == "multi_worker" and workers.size > 1:
         # TensorFlow's server cannot be bound to an address or asked for a password: this is no matter of settings.
         what = (
             "a worker's gRPC port listens on all interfaces without authentication: "
