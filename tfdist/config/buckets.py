@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from tfdist.config import field_syntax
+from tfdist.config import field_syntax, local_files
 from tfdist.errors import UserError, one_line, printable
 
 if TYPE_CHECKING:
@@ -80,11 +80,8 @@ def check(field: str, path: str) -> None:
 
 def copy_of(url: str) -> pathlib.Path:
     """Returns where the machine that writes to a folder in a bucket has its copy, which may not exist."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     url = url.rstrip("/")
-    return pathlib.Path(
-        base, "tfdist", "buckets", hashlib.sha256(url.encode()).hexdigest()[:16], url.rpartition("/")[2]
-    )
+    return local_files.cache("buckets", hashlib.sha256(url.encode()).hexdigest()[:16], url.rpartition("/")[2])
 
 
 class Bucket:

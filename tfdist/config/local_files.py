@@ -39,6 +39,12 @@ def replacing(path: pathlib.Path, temporary: pathlib.Path | None = None) -> Iter
             temporary.unlink()
 
 
+def cache(*below: str) -> pathlib.Path:
+    """Returns a folder below tfdist's own in the user's cache, which need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return pathlib.Path(base, "tfdist", *below)
+
+
 def sync(path: pathlib.Path) -> None:
     """Writes a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

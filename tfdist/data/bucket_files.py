@@ -64,7 +64,7 @@ def local(path: str, what: str, download: bool = True, braces: bool = False) -> 
     objects = {n: e for n, e in objects.items() if not {"..", ".", ""} & set(n.split("/"))}
     if not objects:
         raise UserError(f"{what} has no files", "give the URL of a file, a folder or a pattern that has some")
-    base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tfdist", "data")
+    base = local_files.cache("data")
     content = [above, [[name, entry.size, entry.tag] for name, entry in sorted(objects.items())]]
     folder = base / hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     if not folder.is_dir():

@@ -1,20 +1,15 @@
 """Builds Horovod for the installed TensorFlow: `python -m tfdist.horovod_build`.
 
-The environment stays as it is until there is a wheel that loads: packages that
-only the build needs go to a temporary folder. The wheel is kept in a cache
-folder, so that the next environment with the same TensorFlow has it in seconds.
+The environment stays as it is until there is a wheel that loads. The log is in
+the user's cache folder.
 
 Exit codes: 0 Horovod is there; 1 it does not compile or load; 2 something that
 the build needs is missing; 130 or 143 ended by a signal.
 """
 
-import dataclasses
-import hashlib
 import importlib
-import json
 import os
 import pathlib
-import shutil
 import tempfile
 
 from absl import flags
@@ -43,23 +38,13 @@ def ensure(operations: tuple[str, ...], sdist: str = "") -> str:
     archive = pathlib.Path(sdist).absolute() if sdist else None
     if archive:
         source_lib.check(archive)
-    tools = requirements.find(wanted)
-    kept = _kept_folder(wanted, tools)
-    with local_files.locked(kept.parent / "lock", "another build of Horovod", LIMIT_S):
+    tools, folder = requirements.find(wanted), _folder()
+    with local_files.locked(folder / "lock", "another build of Horovod", LIMIT_S):
         if there := _already(wanted):  # somebody else's build, after a wait
             return there
         with tempfile.TemporaryDirectory(prefix="tfdist-horovod-", ignore_cleanup_errors=True) as temporary:
             environ = environment(operations, tools, temporary)
-            workspace = Workspace(pathlib.Path(temporary), kept / "build.log", environ)
-            workspace.fetch_missing()
-            for wheel in kept.glob("*.whl"):  # of an earlier build
-                if workspace.loads(wheel):
-                    logger.info(f"installing Horovod {VERSION} as built before: {wheel}")
-                    break
-                wheel.unlink()
-            else:
-                wheel = _build(workspace, wanted, kept, archive)
-            workspace.install(wheel)
+            _build(Workspace(pathlib.Path(temporary), folder / "build.log", environ), wanted, archive)
     return f"Horovod {VERSION} is built for {_describe(wanted)}"
 
 
@@ -74,8 +59,8 @@ def _describe(build: Build) -> str:
     return f"TensorFlow {build.tensorflow.version} ({', '.join(build.operations)})"
 
 
-def _build(workspace: Workspace, wanted: Build, kept: pathlib.Path, archive: pathlib.Path | None) -> pathlib.Path:
-    """Compiles Horovod; returns the path of the wheel in the cache folder."""
+def _build(workspace: Workspace, wanted: Build, archive: pathlib.Path | None) -> None:
+    """Compiles Horovod, tries whether it loads, and installs it."""
     what = f"building Horovod {VERSION} for {_describe(wanted)}"
     logger.info(f"{what}: about 2 minutes on two cores, the log is {workspace.log}")
     source = source_lib.unpack(archive or workspace.download(), workspace.folder / "source")
@@ -83,9 +68,7 @@ def _build(workspace: Workspace, wanted: Build, kept: pathlib.Path, archive: pat
     wheel = workspace.compile(source)
     if not workspace.loads(wheel):
         raise TrainingError(f"Horovod is built and does not load: {workspace.last_line()}: the log is {workspace.log}")
-    with local_files.replacing(kept / wheel.name) as part:
-        shutil.copyfile(wheel, part)
-    return kept / wheel.name
+    workspace.install(wheel)
 
 
 def environment(operations: tuple[str, ...], tools: requirements.Tools, temporary: str) -> dict[str, str]:
@@ -111,12 +94,9 @@ def environment(operations: tuple[str, ...], tools: requirements.Tools, temporar
     }
 
 
-def _kept_folder(wanted: Build, tools: requirements.Tools) -> pathlib.Path:
-    """Returns the cache folder for wheels like the wanted one; all that changes the binary is in its name."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    text = json.dumps([dataclasses.asdict(wanted), tools.identity, source_lib.SHA256, source_lib.EDITS])
-    name = f"tensorflow-{wanted.tensorflow.version}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    folder = pathlib.Path(base, "tfdist", "horovod", name)
+def _folder() -> pathlib.Path:
+    """Returns the folder of the log, which outlives the build, and of the lock."""
+    folder = local_files.cache("horovod")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "build.log").open("ab").close()

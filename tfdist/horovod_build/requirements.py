@@ -5,7 +5,6 @@ import dataclasses
 import importlib.util
 import os
 import pathlib
-import platform
 import re
 import shlex
 import shutil
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
+from importlib import metadata
 
 from tfdist.distributed.horovod_install import Build
 from tfdist.errors import UserError
@@ -23,7 +23,7 @@ PLACES = (
 )  # fmt: skip
 """Horovod's own variables that say where things are and for which processor, not what to build."""
 
-_FLAGS = ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CUDAFLAGS", *PLACES)
+_PACKAGES = ("setuptools", "wheel", "cloudpickle", "packaging", "psutil", "pyyaml")  # to build Horovod, and to run it
 _EXTRA = "pip install 'tfdist[horovod]'"
 
 
@@ -33,7 +33,6 @@ class Tools:
 
     path: str
     environ: Mapping[str, str]  # variables that make Horovod's build use the programs that were found
-    identity: tuple[str, ...]  # what the binary depends on: machine, versions and flags
 
 
 def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> Tools:
@@ -65,35 +64,31 @@ def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> Tools:
     cmake = re.search(r"version (\d+)\.(\d+)", _output([use["HOROVOD_CMAKE"], "--version"]))
     need(cmake and (int(cmake[1]), int(cmake[2])) >= (3, 13), "cmake 3.13 or newer", _EXTRA)
     need(importlib.util.find_spec("pip"), "pip", "python -m ensurepip")
+    for package in _PACKAGES:
+        need(_is_installed(package), package, _EXTRA)
     need(wanted.tensorflow.version, "TensorFlow", "pip install tensorflow")
     marker = pathlib.Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")  # pip refuses to install: PEP 668
     managed = sys.prefix == sys.base_prefix and marker.exists() and "PIP_BREAK_SYSTEM_PACKAGES" not in environ
     need(not managed, "a virtual environment (this Python is the system's)", "python3 -m venv .venv")
-    words: list[str] = []
-    with contextlib.suppress(OSError):
-        words = pathlib.Path("/proc/cpuinfo").read_text(errors="replace").split()
-    identity = [
-        "-".join([platform.machine(), *platform.libc_ver()]),
-        # Horovod is compiled for these: a processor without them stops at an illegal instruction.
-        *(feature for feature in ("avx", "f16c", "fma") if feature in words),
-        _output([*shlex.split(use["CXX"]), "-dumpversion"]).split(".")[0],
-    ]
     if "MPI" in wanted.operations:
         mpi = program("mpicxx") and program("mpirun")
         need(mpi, "MPI (mpicxx, mpirun)", apt="openmpi-bin libopenmpi-dev")
-        identity += [_output(["mpicxx", "-show"], path), _output(["mpirun", "--version"], path)]
     if "NCCL" in wanted.operations:
-        cuda, nccl = _cuda(environ, program("nvcc")), _nccl(environ)
+        cuda = _cuda(environ, program("nvcc"))
         need(cuda, "the CUDA toolkit (nvcc)", "set HOROVOD_CUDA_HOME to its folder")
-        need(nccl, "NCCL (nccl.h)", "set HOROVOD_NCCL_HOME to its folder", apt="libnccl-dev")
+        need(_has_nccl(environ), "NCCL (nccl.h)", "set HOROVOD_NCCL_HOME to its folder", apt="libnccl-dev")
         use |= {"HOROVOD_CUDA_HOME": cuda}
-        identity += [_output([os.path.join(cuda, "bin", "nvcc"), "--version"]), nccl]
     if missing:
         installs = [f"apt-get install {' '.join(packages)}"] if packages else []
         fix = "; ".join(dict.fromkeys([*installs, *fixes]))
         raise UserError(f"Horovod cannot be built without {', '.join(missing)}", fix)
-    identity += [f"{name}={environ.get(name, '')}" for name in _FLAGS]
-    return Tools(path, use, tuple(identity))
+    return Tools(path, use)
+
+
+def _is_installed(package: str) -> bool:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return bool(metadata.version(package))
+    return False
 
 
 def _output(command: list[str], path: str = "", text: str = "") -> str:
@@ -121,12 +116,9 @@ def _cuda(environ: Mapping[str, str], nvcc: str) -> str:
     return next((p for p in places if p and os.path.isfile(os.path.join(p, "bin", "nvcc"))), "")
 
 
-def _nccl(environ: Mapping[str, str]) -> str:
-    """Returns the version lines of NCCL's header; empty if there is none."""
+def _has_nccl(environ: Mapping[str, str]) -> bool:
+    """Returns whether NCCL's header is where Horovod looks for it."""
     home, include = environ.get("HOROVOD_NCCL_HOME"), environ.get("HOROVOD_NCCL_INCLUDE")
-    places = (include, home and os.path.join(home, "include"), "/usr/include", "/usr/local/include")
-    for place in (*places, "/usr/local/cuda/include"):
-        header = pathlib.Path(place or "/nonexistent", "nccl.h")
-        if header.is_file():
-            return " ".join(re.findall(r"#define NCCL_(?:MAJOR|MINOR|PATCH) \d+", header.read_text(errors="replace")))
-    return ""
+    named = (include, os.path.join(home, "include")) if home else (include,)
+    places = (*named, "/usr/include", "/usr/local/include", "/usr/local/cuda/include")
+    return any(os.path.isfile(os.path.join(place, "nccl.h")) for place in places if place)

@@ -9,8 +9,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterable
-from importlib import metadata
 
 from tfdist.config.messages import logger
 from tfdist.distributed.horovod_install import VERSION
@@ -22,32 +20,13 @@ LIMIT_S = 3600.0
 TICK_S = 20.0
 """How often somebody who watches hears how far a program is."""
 
-_RUN_TIME = ("cloudpickle", "psutil", "pyyaml", "packaging")
-if sys.version_info >= (3, 12):
-    _RUN_TIME += ("setuptools",)  # horovodrun imports distutils, which Python has dropped
-_BUILD_TIME = dict.fromkeys(("setuptools", "wheel", *_RUN_TIME))
-PINNED = pathlib.Path(__file__).with_name("packages.txt")
-"""The version and the digests of each of them, as pip reads requirements."""
-_OTHER_FILE = "DO NOT MATCH THE HASHES"
-
 
 class Workspace:
     """A temporary folder for one build; every program started in it writes to the log and ends with it."""
 
     def __init__(self, folder: pathlib.Path, log: pathlib.Path, environ: dict[str, str]):
         self.folder, self.log, self._environ = folder, log, environ
-        self._packages = folder / "packages"
         log.write_bytes(b"")
-
-    def fetch_missing(self) -> None:
-        """Fetches the Python packages that the build needs and the environment has not."""
-        missing = _missing(_BUILD_TIME)
-        if missing and self._pip("install", "--target", self._packages, *self._pinned(missing)):
-            if _OTHER_FILE in self._text():
-                fix = f"look at pip config list, or run pip install 'tfdist[horovod]'; the log is {self.log}"
-                raise UserError(f"what pip fetches as {', '.join(missing)} are not the files that were released", fix)
-            fix = f"run pip install 'tfdist[horovod]' where there is a network; the log is {self.log}"
-            raise UserError(f"pip cannot fetch {', '.join(missing)} for the build ({self._pip_error()})", fix)
 
     def download(self) -> pathlib.Path:
         """Has pip fetch the source, and compare the digest before any of it runs."""
@@ -55,7 +34,7 @@ class Workspace:
         wanted.write_text(f"horovod=={VERSION} --hash=sha256:{source_lib.SHA256}\n")
         arguments = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes")
         if self._pip("download", *arguments, "--dest", self.folder, "--requirement", wanted):
-            if _OTHER_FILE in self._text():
+            if "DO NOT MATCH THE HASHES" in self._text():
                 released = f"the released one, whose SHA-256 is {source_lib.SHA256}"
                 fix = f"look at pip config list, or give --sdist=PATH; the log is {self.log}"
                 raise UserError(f"the {source_lib.ARCHIVE} that pip fetches is not {released}", fix)
@@ -72,38 +51,25 @@ class Workspace:
 
     def loads(self, wheel: pathlib.Path) -> bool:
         """Tries in another process whether Horovod from this wheel can be imported beside the installed TensorFlow."""
-        unpacked = self.folder / f"check-{wheel.parent.name}"
-        try:
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(unpacked)
-        except (zipfile.BadZipFile, OSError):
-            return False
-        return self._run([sys.executable, "-c", "import horovod.tensorflow"], [unpacked, self._packages]) == 0
+        unpacked = self.folder / "check"
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(unpacked)
+        return self._run([sys.executable, "-c", "import horovod.tensorflow"], unpacked) == 0
 
     def install(self, wheel: pathlib.Path) -> None:
-        """Installs the wheel and what Horovod needs when it runs, into the environment of this interpreter."""
-        missing = _missing(_RUN_TIME)
-        failed = missing and self._pip("install", *self._pinned(missing), borrow=False)
-        if failed or self._pip("install", "--force-reinstall", "--no-deps", "--no-index", wheel, borrow=False):
+        """Installs the wheel into the environment of this interpreter."""
+        if self._pip("install", "--force-reinstall", "--no-deps", "--no-index", wheel):
             raise TrainingError(f"pip cannot install Horovod ({self._pip_error()}): the log is {self.log}")
-
-    def _pinned(self, names: Iterable[str]) -> list[object]:
-        """Returns arguments by which pip takes just these packages in the pinned versions, and compares the digests."""
-        wanted = self.folder / "packages.txt"
-        lines = PINNED.read_text().replace("\\\n", " ").splitlines()
-        wanted.write_text("".join(f"{line}\n" for line in lines if line.partition("==")[0] in names))
-        return ["--require-hashes", "--no-deps", "--only-binary", ":all:", "--requirement", wanted]
 
     def last_line(self) -> str:
         """Returns what was said last in the log."""
         return _shorten(["no message", *filter(str.strip, self._text().splitlines())][-1])
 
-    def _pip(self, *arguments: object, borrow: bool = True) -> int:
+    def _pip(self, *arguments: object) -> int:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-        # What is on the path counts as installed, so an installation must not see the borrowed packages.
-        return self._run([*pip, *map(str, arguments)], [self._packages] if borrow else [])
+        return self._run([*pip, *map(str, arguments)])
 
-    def _run(self, arguments: list[str], path: list[pathlib.Path]) -> int:
+    def _run(self, arguments: list[str], *path: pathlib.Path) -> int:
         """Runs a program to its end, with these folders before those of PYTHONPATH; returns its exit code."""
         theirs = map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
         with self.log.open("ab") as log:
@@ -169,14 +135,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _missing(names: Iterable[str]) -> list[str]:
-    """Returns those of the packages that are not installed."""
-
-    def there(name: str) -> bool:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return bool(metadata.version(name))
-        return False
-
-    return [name for name in names if not there(name)]

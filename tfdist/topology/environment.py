@@ -7,7 +7,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from tfdist.config import local_files
 from tfdist.config.messages import logger
@@ -27,12 +27,10 @@ def requirements(kind: str) -> pathlib.Path:
     return pathlib.Path(__file__).with_name(f"{kind}.txt")
 
 
-def folder(kind: str, environ: Mapping[str, str] = os.environ) -> pathlib.Path:
+def folder(kind: str) -> pathlib.Path:
     """Returns where an environment is or would be; other pins make another folder."""
-    cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    base = environ.get(PLACE) or os.path.join(cache, "tfdist", "topology")
     digest = hashlib.sha256(requirements(kind).read_bytes()).hexdigest()[:12]
-    return pathlib.Path(base).absolute() / f"{kind}-{digest}"
+    return pathlib.Path(os.environ.get(PLACE) or local_files.cache("topology")).absolute() / f"{kind}-{digest}"
 
 
 def is_there(kind: str) -> bool:

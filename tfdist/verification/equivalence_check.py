@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-import os
 import pathlib
 import time
 import weakref
@@ -23,7 +22,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.config import cpu_kernels
+from tfdist.config import cpu_kernels, local_files
 from tfdist.config.messages import logger
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
@@ -437,8 +436,7 @@ def record_pass(mark: str) -> None:
 
 
 def _cache_folder() -> pathlib.Path:
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base, "tfdist", "checked")
+    return local_files.cache("checked")
 
 
 def _description(thing: object) -> list[str]:
