@@ -1,5 +1,7 @@
 """What a callback changes within fit and could not take effect is refused."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -22,3 +24,74 @@ def test_a_callback_that_compiles_the_model_is_refused(connect, epoch):
     with pytest.raises(tfdist.UserError, match="a callback compiled the model within fit"):
         tfdist.fit(model, x, y, epochs=3, callbacks=[Compiles()], distribution=connect(1), verbose=0)
     tfdist.fit(model, x, y, distribution=connect(1), verbose=0)
+
+
+class OwnStep(keras.Model):
+    """A model with a step of its own, whose logs are the results of its metrics."""
+
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+class Measures(keras.callbacks.Callback):
+    """Evaluates, predicts, trains and resets metrics within the training, and records what that gives and changes."""
+
+    def __init__(self, evaluate, predict, fit, data):
+        super().__init__()
+        self.evaluate, self.predict, self.fit, self.data = evaluate, predict, fit, data
+        self.seen, self.epoch, self.busy = [], 0, False
+
+    def note(self, logs):
+        self.seen.append([float(logs[name]) for name in sorted(logs)])
+
+    def measure(self):
+        self.note(self.evaluate(self.model, *self.data, batch_size=8, verbose=0, return_dict=True))
+        self.note({"": np.square(self.predict(self.model, self.data[0], verbose=0)).sum()})
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+        if epoch == 1:
+            self.measure()
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if (self.epoch, batch) == (0, 4):
+            self.measure()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.note(logs)
+        if self.busy:
+            return
+        if (self.epoch, batch) in ((0, 2), (2, 6)):  # 6 is the last one
+            self.measure()
+        if (self.epoch, batch) == (3, 3):
+            self.model.reset_metrics()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.note(logs)
+        self.note(self.model.get_metrics_result())
+        if epoch == 3 and not self.busy:
+            self.busy = True
+            self.fit(self.model, *self.data, batch_size=8, shuffle=False, verbose=0, callbacks=[self])
+
+
+@pytest.mark.parametrize("kind", [keras.Model, OwnStep])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_a_callback_measures_within_fit_counts_as_in_keras(connect, kind, replicas):
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(72, 4)).astype("float32"), random.integers(0, 3, 72)
+
+    def trained(fit, scope, *ways):
+        keras.utils.set_random_seed(1)
+        with scope:
+            inputs = keras.Input((4,))
+            model = kind(inputs, keras.layers.Dense(3, "softmax")(inputs))
+            model.compile(keras.optimizers.SGD(0.3), "sparse_categorical_crossentropy", metrics=["accuracy"])
+        callback = Measures(*ways, fit, (x[50:], y[50:]))
+        fit(model, x[:50], y[:50], batch_size=8, epochs=4, shuffle=False, verbose=0, callbacks=[callback])
+        return [np.concatenate(callback.seen), np.concatenate([w.ravel() for w in model.get_weights()])]
+
+    theirs = trained(keras.Model.fit, connect(1).scope(), keras.Model.evaluate, keras.Model.predict)
+    ways = (functools.partial(way, distribution=connect(replicas)) for way in (tfdist.evaluate, tfdist.predict))
+    ours = trained(functools.partial(tfdist.fit, distribution=connect(replicas)), connect(replicas).scope(), *ways)
+    for mine, of_keras in zip(ours, theirs):
+        np.testing.assert_allclose(mine, of_keras, rtol=2e-5, atol=1e-6)

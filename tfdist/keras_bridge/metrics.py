@@ -3,7 +3,7 @@ and their results."""
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import numpy as np
@@ -231,6 +231,79 @@ def _known_results(metrics: list[keras.Metric], distribution: Distribution) -> I
     known = [(metric, lambda value=value: value) for metric, value in zip(metrics, results)]
     with keras_internals.replaced("result", known):
         yield
+
+
+def add_losses(
+    model: keras.Model, distribution: Distribution, sums: tf.Tensor, examples: tf.Tensor, running: bool
+) -> None:
+    """Adds loss values times examples, `CallResult.sums`, to the metrics in which Keras averages the losses.
+
+    Each worker counts an equal part, so that it can tell the whole. In cross-replica context.
+
+    Args:
+      running: `sums` are of all examples since the reset, and not only of these.
+    """
+    add = tf.raw_ops.AssignAddVariableOp
+    for mean, total in zip(keras_internals.loss_metrics(model), tf.unstack(sums)):
+        write = tf.raw_ops.AssignVariableOp if running else add
+        for variable, value, put in (mean.total, total, write), (mean.count, examples, add):
+            copy, *_ = keras_internals.copies(variable)
+            put(resource=copy.handle, value=tf.cast(value / distribution.workers, copy.dtype))
+
+
+def losses(model: keras.Model, distribution: Distribution) -> np.ndarray:
+    """Returns sums and counts of the metrics in which Keras averages the losses, float64 [1 + parts, 2]."""
+
+    def of_worker(variable: keras.Variable) -> float:
+        copies = keras_internals.copies(variable)
+        return sum(float(tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)) for copy in copies)
+
+    means = keras_internals.loss_metrics(model)
+    return distribution.workers * np.array([[of_worker(mean.total), of_worker(mean.count)] for mean in means])
+
+
+def set_losses(model: keras.Model, distribution: Distribution, sums: Sequence[float], examples: float) -> None:
+    """Sets these sums and counts."""
+    for mean, total in zip(keras_internals.loss_metrics(model), sums):
+        for variable, value in (mean.total, total), (mean.count, examples):
+            for i, copy in enumerate(keras_internals.copies(variable)):
+                copy.assign(tf.cast(0 if i else value / distribution.workers, copy.dtype))
+
+
+_RESETS: weakref.WeakKeyDictionary[keras.Metric, int] = weakref.WeakKeyDictionary()
+"""How often the metrics of a model have been reset, by the first of them."""
+
+
+def resets(model: keras.Model) -> Callable[[], int]:
+    """Returns a function that tells how often the metrics have been reset; those by Keras count in `counting_resets`.
+
+    With it whoever trains finds out that a callback has evaluated: Keras has one state for both.
+    """
+    first = _first(model)
+    return lambda: _RESETS.get(first, 0)
+
+
+def count_reset(model: keras.Model) -> None:
+    """Counts a reset of all metrics."""
+    _RESETS[_first(model)] = _RESETS.get(_first(model), 0) + 1
+
+
+@contextlib.contextmanager
+def counting_resets(model: keras.Model) -> Iterator[None]:
+    """Counts, within it, what Keras resets, too."""
+    metric = _first(model)
+    theirs = metric.reset_state
+
+    def reset_state() -> None:
+        count_reset(model)
+        theirs()
+
+    with keras_internals.replaced("reset_state", [(metric, reset_state)]):
+        yield
+
+
+def _first(model: keras.Model) -> keras.Metric:
+    return next(iter([*model.metrics, *keras_internals.loss_metrics(model)]))
 
 
 def reset(model: keras.Model, distribution: Distribution) -> None:

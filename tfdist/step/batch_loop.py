@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -121,6 +122,8 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, step: Calla
             shape_invariants=shapes._replace(sums=tf.TensorShape([None])) if losses is None else shapes,
             parallel_iterations=1 if distribution.workers > 1 else 10,  # two would have one name in flight twice
         )
+        if losses is not None:
+            metrics.add_losses(replica.model, distribution, end.sums, end.examples, running=sums is not None)
         return CallResult(
             sums=end.sums,
             examples=end.examples,
@@ -187,6 +190,7 @@ class Totals:
     """Adds the sums of calls up to the logs of an epoch, in float64.
 
     Args:
+      model: whose metrics average the losses, too. What is in them is added to, as of a callback's evaluation.
       names: of the parts of the loss.
       sums, examples: what an interrupted epoch has come to, as in `CallResult`.
       handed_on: each call goes on with the sums of the one before. Else where the calls end decides about the last
@@ -194,12 +198,21 @@ class Totals:
     """
 
     def __init__(
-        self, names: Sequence[str], sums: Sequence[float] = (), examples: float = 0.0, handed_on: bool = False
+        self,
+        model: keras.Model,
+        distribution: Distribution,
+        names: Sequence[str],
+        sums: Sequence[float] = (),
+        examples: float = 0.0,
+        handed_on: bool = False,
     ):
-        self._handed_on = handed_on
+        self._losses, self._handed_on = functools.partial(metrics.losses, model, distribution), handed_on
         self._names = ["loss", *names]
-        self.sums = np.array(sums) if len(sums) else np.zeros(len(self._names))
-        self.examples = examples
+        self.sums, self.examples = np.array(sums), examples
+        metrics.set_losses(model, distribution, sums, examples)
+        self._resets = metrics.resets(model)
+        self._seen = self._resets() if len(sums) else -1
+        self.refresh()
 
     def arguments(self) -> tuple[tf.Tensor, ...]:
         """Returns what a call must be given besides its batches."""
@@ -209,17 +222,29 @@ class Totals:
         """Adds a call, and returns the loss values and metrics of the epoch so far, by name."""
         self.sums = result.sums.numpy() + (0.0 if self._handed_on else self.sums)
         self.examples += float(result.examples)
+        return self.logs(result.metrics)
+
+    def logs(self, results: dict[str, tf.Tensor]) -> dict[str, Any]:
+        """Returns the loss values so far beside these results of metrics, by name."""
         losses = self.sums / max(self.examples, 1.0)
-        logs = dict(zip(self._names, losses.tolist()))
-        logs.update({name: _as_python(tensor) for name, tensor in result.metrics.items()})
-        return logs
+        return {**dict(zip(self._names, losses.tolist())), **{k: _as_python(v) for k, v in results.items()}}
+
+    def refresh(self) -> bool:
+        """Goes on, as Keras, from what a callback has left in the metrics; returns whether one has changed them."""
+        if self._resets() == self._seen:
+            return False
+        totals, counts = self._losses().T[:, : len(self._names)]
+        self._seen, self.examples = self._resets(), float(counts[0])
+        self.sums = totals / np.maximum(counts, 1.0) * self.examples
+        return True
 
 
 class LastLogs:
     """Takes the logs that a model's own step has given for the last batch, in place of `Totals`."""
 
-    def __init__(self, names: LogNames, examples: float = 0.0):
-        self._names = names
+    def __init__(self, model: keras.Model, names: LogNames, examples: float = 0.0):
+        self._names, self._resets = names, metrics.resets(model)
+        self._seen = self._resets()
         self.sums = np.zeros(0)
         self.examples = examples
 
@@ -228,10 +253,14 @@ class LastLogs:
         return ()
 
     def add(self, result: CallResult) -> dict[str, Any]:
-        """Takes a call, and returns the logs by name; as in Keras the metrics' results where the names are the same."""
+        """Takes a call, and returns the logs by name."""
         self.sums = result.sums.numpy()
         self.examples += float(result.examples)
-        values = {name: _as_python(tensor) for name, tensor in result.metrics.items()}
+        return self.logs(result.metrics)
+
+    def logs(self, results: dict[str, tf.Tensor]) -> dict[str, Any]:
+        """Returns the logs by name; as in Keras the metrics' results where the names are the same."""
+        values = {name: _as_python(tensor) for name, tensor in results.items()}
         plain = dict(zip(self._names.plain, self.sums[1:].tolist()))
         if {*plain, *self._names.of_metrics} == set(values):
             return values
@@ -240,6 +269,11 @@ class LastLogs:
             for name, known in self._names.of_metrics.items()
         }
         return {**plain, **of_metrics}
+
+    def refresh(self) -> bool:
+        """Returns whether a callback has changed the metrics."""
+        before, self._seen = self._seen, self._resets()
+        return before != self._seen
 
 
 def _as_python(tensor: tf.Tensor) -> float | np.ndarray:

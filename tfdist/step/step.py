@@ -52,7 +52,7 @@ class Step:
         self._adding: list[str] = []  # the layers that call `add_loss`
         self._compiled: dict[tuple, Callable] = {}
         self._log_names: dict[str, LogNames] = {}
-        self._reset: tuple[tuple[int, ...], Callable] = ((), lambda: None)
+        self._reset: tuple[tuple[int, ...], Callable, Callable] = ((), lambda: None, dict)
 
     model = property(operator.methodcaller("model_ref"))
     """The model, which the caller keeps alive: a strong reference here would keep it in `step_calls` forever."""
@@ -101,8 +101,8 @@ class Step:
     ) -> Totals | LastLogs:
         """Returns what turns the results of calls into logs; `sums` and `examples` are of an interrupted epoch."""
         if self.own_steps[kind]:
-            return LastLogs(self._log_names.setdefault(kind, LogNames()), examples)
-        return Totals(self.part_names, sums, examples, handed_on)
+            return LastLogs(self.model, self._log_names.setdefault(kind, LogNames()), examples)
+        return Totals(self.model, self.distribution, self.part_names, sums, examples, handed_on)
 
     def prepare_training(self) -> None:
         """Creates what only an update of the model's own creates: the variables of its optimizers."""
@@ -154,9 +154,16 @@ class Step:
             def reset() -> None:  # by name: TPUs give the name of a function to what is computed in it
                 metrics.reset(self.model, self.distribution)
 
-            self._reset = variables, tf.function(reset, autograph=False)
+            results = lambda own: metrics.results(self.model, self.distribution, own)
+            self._reset = variables, *(tf.function(function, autograph=False) for function in (reset, results))
+        metrics.count_reset(self.model)
         with self.distribution.peers.during("call"):  # it may sum over workers what it resets
             self._reset[1]()
+
+    def results(self, kind: str) -> dict[str, tf.Tensor]:
+        """Returns the results of all metrics since they were reset, as in `CallResult`."""
+        with self.distribution.peers.during("call"):
+            return self._reset[2](bool(self.own_steps[kind]))
 
     def build(self, data: tuple[Structure, ...], bare: bool, outputs_only: bool = False) -> None:
         """Creates what Keras creates lazily (weights, metric and optimizer variables), under the scope.

@@ -21,7 +21,7 @@ from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.keras_bridge import keras_internals, layer_state, preconditions
+from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions
 from tfdist.step import step_calls
 from tfdist.step.batch_loop import CallResult
 from tfdist.step.step_calls import EndOfData
@@ -90,7 +90,8 @@ def evaluate(
     replica_sync_check.check_weights(model, distribution, "before an evaluation")
     evaluation.check(check_agreement)
     called = on_this_worker(callbacks, model, distribution, verbose, evaluation.batches)
-    with keras_internals.variables_as_numbers(), chief_alone(called, distribution):
+    counting = metrics.counting_resets(model)
+    with keras_internals.variables_as_numbers(), counting, chief_alone(called, distribution):
         logs = evaluation.run(called, should_stop)
     return logs if return_dict else keras_internals.metrics_in_order(model, logs)
 
@@ -134,9 +135,7 @@ class Evaluation:
     ) -> dict[str, float]:
         """Returns loss and metrics by name; calls the `on_test_*` methods of the callbacks."""
         step, model, distribution = self._step, self._step.model, self._step.distribution
-        step.reset()
         self._feed.restart()
-        totals = step.totals("test", handed_on=self._layout.virtual)
         callbacks = callbacks or keras.callbacks.CallbackList()
         every = any_needs_every_batch(callbacks, distribution, "test")
         tuner = StepsPerCallTuner(model.steps_per_execution) if every else self._tuner
@@ -144,6 +143,8 @@ class Evaluation:
         self._reader.begin()
         model.stop_evaluating = False
         callbacks.on_test_begin()
+        step.reset()
+        totals = step.totals("test", handed_on=self._layout.virtual)
         done, logs = 0, dict[str, float]()
         while (self.batches is None or done < self.batches) and not model.stop_evaluating:
             count = tuner.updates if self.batches is None else min(tuner.updates, self.batches - done)
@@ -152,6 +153,7 @@ class Evaluation:
                 break
             call = step.compiled("test", self._layout, count=part.count)
             callbacks.on_test_batch_begin(done)
+            totals.refresh()
             start = time.perf_counter()
             arguments = (part.feed, tf.constant(part.first), tf.constant(part.last), *totals.arguments())
             result = CallResult(*step_calls.run(step, call, arguments, self._feed))
@@ -161,6 +163,8 @@ class Evaluation:
             seconds = time.perf_counter() - start
             logs, done = totals.add(result), done + fresh
             callbacks.on_test_batch_end(done - 1, logs)
+            if totals.refresh():
+                logs = totals.logs(step.results("test"))
             digest, label = self._feed.digest(fresh), f"batch {done} of an evaluation"
             decisions = agreement.agree(
                 distribution, model, label, seconds, should_stop, digest=digest, stop_attribute="stop_evaluating"

@@ -14,7 +14,7 @@ from tfdist.checkpoints import training_state
 from tfdist.checkpoints.resume import Position
 from tfdist.config.messages import logger
 from tfdist.errors import Interrupted, UserError
-from tfdist.keras_bridge import ema, keras_internals, layer_state
+from tfdist.keras_bridge import ema, keras_internals, layer_state, metrics
 from tfdist.step import step_calls
 from tfdist.step.batch_loop import CallResult, LastLogs, Totals
 from tfdist.step.step_calls import NotFinite, OutOfMemory
@@ -53,6 +53,7 @@ class FitLoop:
         options, distribution = self._options, self._distribution
         with (
             keras_internals.variables_as_numbers(),
+            metrics.counting_resets(self._model),
             callbacks_lib.chief_alone(self._callbacks, distribution),
             answering_callbacks(self._model, distribution, options.virtual_replicas, options.check_agreement),
         ):
@@ -125,7 +126,11 @@ class FitLoop:
     def _run_epoch(self) -> None:
         """Makes the updates of an epoch, or those that are left of it, and what follows them."""
         position, epoch, options = self._position, self._position.epoch, self._options
+        if position.begun == 0:
+            self._step.reset()  # else they have just been restored, with what a callback has measured
+        restored = layer_state.Snapshot(self._model.metrics_variables if position.begun else [])
         self._callbacks.on_epoch_begin(epoch)
+        restored.put_back()
         self._reader.begin()
         until_last = self._plan.last_update - position.update + position.begun
         self._run_updates(position, min(self._plan.updates_per_epoch or math.inf, until_last))
@@ -170,8 +175,6 @@ class FitLoop:
 
     def _run_updates(self, position: Position, limit: float) -> None:
         """Makes up to `limit` updates of an epoch, until the data ends or a callback stops; moves `position`."""
-        if position.begun == 0:
-            self._step.reset()  # else they have just been restored
         if position.measured or position.begun >= limit:
             return  # stopped between the last update of an epoch and its end
         feed = self._plan.feed
@@ -215,6 +218,7 @@ class FitLoop:
         self._sync_check.check_if_due(model, position.update)
         self._callbacks.on_train_batch_begin(position.begun)
         steady = id(call) in step.warm
+        totals.refresh()
         start = time.perf_counter()
         arguments = (part.feed, tf.constant(part.first), tf.constant(part.last), *totals.arguments())
         with contextlib.nullcontext() if steady else self._checkpoints.noting_foreign_state():
@@ -242,6 +246,9 @@ class FitLoop:
         if self._averages:  # a callback may save the model
             layer_state.average_statistics(model, self._distribution, self._options.virtual_replicas)
         self._callbacks.on_train_batch_end(position.begun - 1, position.logs)
+        if totals.refresh():
+            position.logs = totals.logs(step.results("train"))
+            position.sums, position.examples = totals.sums.tolist(), totals.examples
         decisions = agreement.agree(
             self._distribution,
             model,
