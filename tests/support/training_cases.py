@@ -147,6 +147,12 @@ def one_hot(n):
     return x, np.eye(5, dtype="float64")[y]
 
 
+def accumulating():
+    """Batches that an optimizer of Keras' adds up itself; the last of three epochs of three ends half-way."""
+    options = dict(global_clipnorm=0.05, use_ema=True, ema_momentum=0.8, gradient_accumulation_steps=2)
+    return compiled(dense(), keras.optimizers.AdamW(1e-2, weight_decay=0.1, **options))
+
+
 def of_loss_objects(y, outputs):
     """A loss that calls losses of Keras, which divide by the number of replicas for Keras' own fit."""
     return sparse()(y, outputs) + 0.3 * keras.losses.MeanSquaredError()(keras.ops.one_hot(y, 5), outputs)
@@ -324,6 +330,7 @@ CASES = [
     # The micro-batches must divide evenly, or filler has a part in their statistics.
     Case("batch norm, accumulated", lambda: compiled(batch_norm()), examples=96, batch=48, accumulate=2, keras=False),
     Case("loss scale factor", lambda: compiled(dense(), O.Adagrad(0.05, loss_scale_factor=100.0)), examples=61),
+    Case("accumulated by the optimizer", accumulating, examples=61),
     Case("metrics built late", lambda: compiled(dense(), loss="mse", metrics=late_metrics()), one_hot, 61),
     Case("loss of loss objects", lambda: compiled(dense(), loss=of_loss_objects), examples=61),
     # Filler has a part in what layers add, so the batches must divide evenly.

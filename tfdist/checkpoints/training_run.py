@@ -118,7 +118,9 @@ def restore(
     position.logs = {name: _value(v) for name, v in position.logs.items()}
     if any(state["run"].get(name, value) != value for name, value in run.identity().items()):
         position.update = position.epoch * (run.updates_per_epoch or 0)
-        _assign(optimizer.iterations, position.update)
+        counter, steps = keras_internals.counter(optimizer), optimizer.gradient_accumulation_steps or 1
+        # Within an accumulation it stays there, as the gradients that have been added up do.
+        _assign(counter, position.update - position.update % steps + int(counter.numpy()) % steps)
     if rate is not None and resume.differences(experiment, state["experiment"]):
         _assign(rate, rate_here)
     return position, {"value": None, "update": None, **state["best"]}

@@ -19,18 +19,19 @@ def add(
     """Adds an update's weights to their average, as Keras' `use_ema`; in a replica, within `optimizer_update.owned`.
 
     Args:
-      before: `iterations` before this update, an integer scalar.
+      before: batches before this one, an integer scalar. As in Keras, each counts, also those that are accumulated.
       updated: bool scalar, False where the update was skipped, or None.
     """
     averages = keras_internals.weight_averages(optimizer)
+    updates = before // (optimizer.gradient_accumulation_steps or 1)
     for variable, average in zip(variables, averages):
         momentum = tf.where(
-            tf.equal(before, 0), tf.zeros((), average.dtype), tf.constant(optimizer.ema_momentum, average.dtype)
+            tf.equal(updates, 0), tf.zeros((), average.dtype), tf.constant(optimizer.ema_momentum, average.dtype)
         )
         new = momentum * average + (1 - momentum) * variable
         average.assign(new if updated is None else tf.where(updated, new, average))
     if optimizer.ema_overwrite_frequency:
-        due = tf.equal((before + 1) % optimizer.ema_overwrite_frequency, 0)
+        due = tf.equal((updates + 1) % optimizer.ema_overwrite_frequency, 0)
         if updated is not None:
             due = tf.logical_and(due, updated)
         for variable, average in zip(variables, averages):
@@ -83,7 +84,7 @@ def instead(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variabl
 
 def _has_average(optimizer: keras.optimizers.Optimizer) -> bool:
     """Before the first update, and as long as loss scaling skips them, the average is zeros."""
-    return bool(getattr(optimizer, "use_ema", False)) and int(optimizer.iterations.numpy()) > 0
+    return bool(getattr(optimizer, "use_ema", False)) and int(keras_internals.counter(optimizer).numpy()) > 0
 
 
 def _exchange(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:

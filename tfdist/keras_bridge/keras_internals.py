@@ -379,6 +379,10 @@ def rate_setting(
     return getattr(optimizer, "_learning_rate", None)
 
 
+counter = operator.attrgetter("_iterations")
+"""The variable in which an optimizer counts batches; in public, `iterations` are divided where it accumulates them."""
+accumulators = operator.attrgetter("_accumulated_gradients")
+"""An optimizer's sums of gradients, one for each variable, which `optimizer.variables` has without a name."""
 weight_averages = operator.attrgetter("_model_variables_moving_average")
 """An optimizer's moving averages of the weights, one each; in public they can only replace the weights for good."""
 adam_slots = operator.attrgetter("_momentums", "_velocities")
@@ -400,10 +404,23 @@ def variable_key(optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 def without_reduction() -> AbstractContextManager[None]:
     """Keeps optimizers, within it, from summing gradients over replicas; Keras has an option for that no longer.
 
-    By class: an optimizer may hand its gradients on to others that it holds, Keras' own or anybody's.
+    By class: an optimizer may hand its gradients on to others that it holds, Keras' own or anybody's. Each replica
+    accumulates gradients by itself, as under XLA: replicas cannot meet within the branches of Keras (issue 20582).
     """
     as_they_are = lambda theirs: lambda self, grads_and_vars: grads_and_vars
-    return patched((TFOptimizer, "_all_reduce_sum_gradients", as_they_are))
+
+    def each_by_itself(theirs: Callable) -> Callable:
+        def apply(self: BaseOptimizer, grads: list[tf.Tensor], variables: list[keras.Variable]) -> None:
+            strategies = [tf.distribute.get_strategy().extended] if self.gradient_accumulation_steps else []
+            with replaced("_use_merge_call", [(strategy, lambda: False) for strategy in strategies]):
+                theirs(self, grads, variables)
+
+        return apply
+
+    return patched(
+        (TFOptimizer, "_all_reduce_sum_gradients", as_they_are),
+        (BaseOptimizer, "_backend_apply_gradients", each_by_itself),
+    )
 
 
 @contextlib.contextmanager

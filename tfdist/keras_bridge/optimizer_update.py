@@ -53,9 +53,6 @@ def check(optimizer: keras.optimizers.Optimizer) -> None:
     """Raises UserError for optimizer settings, and methods of a subclass, that tfdist replaces."""
     check_methods(optimizer, ("scale_loss", "finalize_variable_values"))
     for updating in keras_internals.updating(optimizer):
-        if updating.gradient_accumulation_steps:
-            what = f"optimizer has gradient_accumulation_steps={updating.gradient_accumulation_steps}"
-            raise UserError(what, "leave it out and give tfdist accumulate (train.accumulate) instead")
         if updating.use_ema and updating is not inner_optimizer(optimizer):
             raise UserError(f"optimizer {updating.name!r} within a {optimizer.name!r} has use_ema=True", "leave it out")
 
@@ -149,11 +146,12 @@ class OwnedOptimizer:
             grads = _added(grads, penalty_grads)
             if factor is not None:
                 grads = [None if g is None else g * tf.constant(factor, g.dtype) for g in grads]
-        before = tf.identity(self.base.iterations.value)
+        counter = keras_internals.counter(self.base).value
+        before = tf.identity(counter)
         # And not apply(), as Keras: a subclass may have changed it. Those without a gradient go along: MultiOptimizer
         # needs as many gradients as it has variables.
         self._optimizer.apply_gradients(list(zip(grads, variables)))
-        updated = tf.not_equal(before, tf.identity(self.base.iterations.value))
+        updated = tf.not_equal(before, tf.identity(counter))
         if self.averages:
             ema.add(self.base, variables, before, updated)
             present = [v for g, v in zip(grads, variables) if g is not None]
@@ -182,7 +180,38 @@ class OwnedOptimizer:
         tf.cond(finite, good, bad)
 
     def _apply_fused(self, grads: Gradients, variables: list[keras.Variable], after: list[tf.Tensor]) -> None:
-        """Clips, decays weights, and updates by TensorFlow's fused ops."""
+        """Updates by TensorFlow's fused ops; with `gradient_accumulation_steps` at the last of so many batches."""
+        optimizer, counter = self.base, keras_internals.counter(self.base).value
+        before = tf.identity(counter)
+        if steps := optimizer.gradient_accumulation_steps:
+            sums = keras_internals.accumulators(optimizer)
+            totals = [None if g is None else tf.cast(g, s.dtype) + s for g, s in zip(grads, sums)]
+
+            def add() -> tf.Tensor:
+                for total, accumulator in zip(totals, sums):
+                    if total is not None:
+                        _write(accumulator, total)
+                return tf.constant(0)
+
+            def update() -> tf.Tensor:
+                self._update([None if t is None else t / steps for t in totals], variables, after)
+                for accumulator in sums:
+                    _write(accumulator, tf.zeros(accumulator.shape, accumulator.dtype))
+                return tf.constant(0)
+
+            tf.cond(tf.equal((before + 1) % steps, 0), update, add)
+        else:
+            self._update(grads, variables, after)
+        if self.averages:
+            ema.add(optimizer, variables, before, None)
+        for grad, variable in zip(grads, variables):
+            if grad is not None and variable.constraint is not None:
+                variable.assign(variable.constraint(variable))
+        # The variable's own assign_add would gather all replicas; each adds to its copy instead.
+        tf.raw_ops.AssignAddVariableOp(resource=counter.handle, value=tf.ones_like(before))
+
+    def _update(self, grads: Gradients, variables: list[keras.Variable], after: list[tf.Tensor]) -> None:
+        """Clips, decays weights, and updates them."""
         optimizer = self.base
         grads = clip(optimizer, grads)
         rate = tf.convert_to_tensor(optimizer.learning_rate)
@@ -198,14 +227,6 @@ class OwnedOptimizer:
         with tf.control_dependencies(after):
             for i, grad, variable in triples:
                 update(i, tf.cast(grad, variable.dtype), variable)
-        before = tf.identity(optimizer.iterations.value)
-        if self.averages:
-            ema.add(optimizer, variables, before, None)
-        for _, _, variable in triples:
-            if variable.constraint is not None:
-                variable.assign(variable.constraint(variable))
-        # The variable's own assign_add would gather all replicas; each adds to its copy instead.
-        tf.raw_ops.AssignAddVariableOp(resource=optimizer.iterations.value.handle, value=tf.ones_like(before))
 
     def _adam(self, rate: tf.Tensor) -> Callable[[int, tf.Tensor, keras.Variable], None]:
         """keras.optimizers.Adam.update_step as one op per variable.

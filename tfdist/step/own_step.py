@@ -281,13 +281,14 @@ def _apply(update: _AskedUpdate) -> None:
     """Updates with the sum over all replicas."""
     base = inner_optimizer(update.optimizer)
     _build(update)
-    before = tf.identity(base.iterations.value)
+    counter = keras_internals.counter(base).value
+    before = tf.identity(counter)
     gradients = update.summed()
     update.part.inside.append(update.optimizer)
     update.theirs(update.optimizer, gradients, update.variables)
     update.part.inside.clear()
     if update.averages:
-        updated = tf.not_equal(before, tf.identity(base.iterations.value))
+        updated = tf.not_equal(before, tf.identity(counter))
         variables = keras_internals.optimized_variables(base)
         ema.add(base, variables, before, updated)
         given = zip(update.gradients, update.variables or variables)

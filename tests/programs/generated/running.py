@@ -26,7 +26,6 @@ RANDOM = re.compile(
 REFUSALS = [
     ("normalizes with the rows of its own replica", r"momentum=0\.\d\)|BatchNormalization\("),
     ("leaves nothing to minimise", r"reduction='none'"),
-    ("gradient_accumulation_steps", r"gradient_accumulation_steps=2"),
     ("smaller than", r"batch_size=[12]\b|n, draw = 1,|uneven\(data, (1|4|5)\)|n, draw = 5,[^$]*uneven"),
     ("add it up over the replicas", r"RunningMaximum|renorm|KeepsMean"),
     ("is no mean over examples", r"OwnObjective|LogsMore|OwnStep"),
