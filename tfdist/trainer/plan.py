@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -69,7 +70,9 @@ class FitOptions:
         facts: dict[str, object] = {name: str(getattr(self, name)) for name in names}
         facts["validation_data"] = "none" if self.validation_data is None else "given"
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-        settings = {} if optimizer is None else {"optimizer": type(optimizer).__name__, **optimizer.get_config()}
+        settings: dict[str, object] = {}
+        with contextlib.suppress(NotImplementedError):  # of a schedule of the user's own
+            settings = {} if optimizer is None else {"optimizer": type(optimizer).__name__, **optimizer.get_config()}
         simple = {k: str(v) for k, v in settings.items() if isinstance(v, str | int | float | None)}
         return facts | {k: v for k, v in simple.items() if k not in ("name", "learning_rate")}
 
