@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "export": [*LIBRARIES, "inference"],
     "sweep": [*LIBRARIES, "compare"],
     "train": [*LIBRARIES, "topology"],
+    "run": [*LIBRARIES, "launch"],
     **dict.fromkeys(["topology", "launch", "doctor", "compare", "inference", "horovod_build"], LIBRARIES),
 }
 """Which packages a package may import from, besides itself. Those at the root may import from all."""

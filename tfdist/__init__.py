@@ -34,8 +34,10 @@ _HOMES = {
     "fit": "tfdist.trainer.fit",
     "launch": "tfdist.launch.notebook",
     "load_data": "tfdist.data.datasets.registry",
+    "patch_keras": "tfdist.trainer.keras_patch",
     "predict": "tfdist.trainer.evaluation",
     "synchronize_batch_norm": "tfdist.keras_bridge.batch_norm",
+    "unpatch_keras": "tfdist.trainer.keras_patch",
 }
 
 __all__ = [
@@ -49,8 +51,10 @@ __all__ = [
     "fit",
     "launch",
     "load_data",
+    "patch_keras",
     "predict",
     "synchronize_batch_norm",
+    "unpatch_keras",
 ]
 
 

@@ -1,7 +1,9 @@
-"""Lists the commands of tfdist: `python -m tfdist`. No TensorFlow."""
+"""The program `tfdist`: runs a command by its name, such as `tfdist train`, or lists them. No TensorFlow."""
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections.abc import Sequence
 
 from absl import flags
@@ -12,6 +14,7 @@ from tfdist.config.commands import command_line, help_page
 from tfdist.errors import UserError
 
 COMMANDS = {
+    "run": "trains any Keras script, unmodified",
     "train": "trains an experiment",
     "launch": "starts the workers of a run on one machine or several",
     "doctor": "says what this machine has and what is wrong with it",
@@ -34,9 +37,10 @@ def listing() -> str:
             f"tfdist {tfdist.__version__} trains Keras 3 models: the strategy changes how fast, and nothing else.",
             "",
             "Commands:",
-            *(f"  python -m tfdist.{name:{width}}  {what}" for name, what in COMMANDS.items()),
+            *(f"  tfdist {name:{width}}  {what}" for name, what in COMMANDS.items()),
             "",
-            "python -m tfdist.train, with nothing behind it, trains a small CNN on handwritten digits.",
+            "tfdist train, with nothing behind it, trains a small CNN on handwritten digits.",
+            "python -m tfdist.train is the same as tfdist train, and so for each command.",
             "Each command lists its flags with --help.",
         ]
     )
@@ -49,22 +53,20 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def _run(argv: Sequence[str]) -> int:
-    """Prints the listing.
-
-    Raises:
-      UserError: something is given, which would change nothing.
-    """
+    """Prints the listing; raises UserError for a command that there is not."""
     if len(argv) > 1:
-        name = argv[1]
-        known = field_syntax.suggest(name, tuple(COMMANDS))
-        advice = f": write python -m tfdist.{name}" if name in COMMANDS else f" for python -m tfdist{known}"
-        raise UserError(f"unexpected argument {name!r}{advice}")
+        raise UserError(f"unknown command {argv[1]!r}{field_syntax.suggest(argv[1], tuple(COMMANDS))}")
     print(listing())
     return 0
 
 
 def main() -> None:
-    """Entry point of `python -m tfdist`."""
+    """Entry point of `tfdist` and of `python -m tfdist`."""
+    if len(sys.argv) > 1 and sys.argv[1] in COMMANDS:
+        module = f"tfdist.{sys.argv.pop(1)}"
+        sys.argv[0] = module
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
     command_line.main(_run, _parse)
 
 

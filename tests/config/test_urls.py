@@ -10,7 +10,7 @@ from tfdist import config
 from tfdist.config import runtime_options, validation
 from tfdist.errors import UserError
 from tfdist.inference import trained_model
-from tfdist.launch import __main__ as launch
+from tfdist.launch import plan as launch
 
 URLS = ["file:///tmp/run", "hdfs://host:9000/x", "HTTPS://x/y", "az://x/y"]
 BUCKETS = ["gs://bucket/run1", "s3://bucket/a b", "memory://bucket/x"]

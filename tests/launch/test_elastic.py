@@ -11,8 +11,8 @@ from support.launchers import free_port, launch, marked  # noqa: F401  launch is
 
 from tfdist import config
 from tfdist.errors import UserError
-from tfdist.launch import __main__ as launch_main
 from tfdist.launch import machines
+from tfdist.launch import plan as launch_plan
 from tfdist.launch.failure_policy import AttemptOutcome
 
 HOST = socket.gethostname()
@@ -287,7 +287,7 @@ def planned(tmp_path, monkeypatch):
     """Makes the plan of a launch, without starting anything."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stages.py").write_text("")
-    return lambda *arguments, **environ: launch_main.make_plan(*launch_main.parse(arguments), environ)
+    return lambda *arguments, **environ: launch_plan.make_plan(*launch_plan.parse(arguments), environ)
 
 
 @pytest.mark.parametrize("size", [":", "a:b", "2:", ":3", "1:2:3", "-1:2", "2:-1", "2.0:4", "2: 4", "2:9999999999"])
@@ -360,10 +360,10 @@ def test_what_does_not_go_with_a_range_of_nodes(arguments, environ, message, pla
 def test_experiments_that_do_not_go_with_a_range_of_nodes(fields, requeue, message):
     checkpoint = config.Checkpoint(every="60 seconds" if fields is not None else "off")
     experiment = config.Experiment(train=config.Train(**(fields or {})), checkpoint=checkpoint)
-    train = launch_main._TrainFlags(config.flat(experiment), {"requeue": requeue}, "run")
+    train = launch_plan._TrainFlags(config.flat(experiment), {"requeue": requeue}, "run")
     nodes = machines.Nodes(4, 2, True, 0, "127.0.0.1", 29500, "1", machines.Waits())
     with pytest.raises(UserError, match=re.escape(message)):
-        launch_main._check_elastic(train, nodes, 1)
+        launch_plan._check_elastic(train, nodes, 1)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster import wire
 from tfdist.errors import UserError
 from tfdist.launch import __main__ as launch_main
+from tfdist.launch import plan as launch_plan
 from tfdist.launch import worker_process
 from tfdist.launch.failure_policy import AttemptOutcome
 from tfdist.launch.worker_process import Events, Screen
@@ -547,7 +548,7 @@ def planned(tmp_path, monkeypatch):
     """Makes the plan of a launch, without starting anything."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "actor.py").write_text("")
-    return lambda *arguments, **environ: launch_main.make_plan(*launch_main.parse(arguments), environ)
+    return lambda *arguments, **environ: launch_plan.make_plan(*launch_plan.parse(arguments), environ)
 
 
 @pytest.mark.parametrize(
@@ -769,8 +770,8 @@ def test_a_second_launcher_is_refused_before_it_starts_a_worker(writer):
 def test_the_folder_of_a_rehearsal_is_not_held(planned, monkeypatch):
     where = {"insecure": False, "virtual_devices": 0, "devices": "none", "strategy": "auto"}
     for dry_run in (False, True):
-        train = launch_main._TrainFlags({}, where | {"dry_run": dry_run}, "out")
-        monkeypatch.setattr(launch_main, "_train_flags", lambda rest, train=train: train)
+        train = launch_plan._TrainFlags({}, where | {"dry_run": dry_run}, "out")
+        monkeypatch.setattr(launch_plan, "_train_flags", lambda rest, train=train: train)
         assert planned("--", "--workdir=out").workdir == ("" if dry_run else "out")
 
 

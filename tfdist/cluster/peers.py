@@ -130,6 +130,11 @@ class Peers:
             finally:
                 self._apart = before
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether this worker does something without the others."""
+        return bool(self._apart)
+
     def _needs_others(self) -> None:
         if self._apart:
             raise UserError(

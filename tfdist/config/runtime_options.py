@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from absl import flags
@@ -204,9 +205,10 @@ HELP = {
 """Help text of each flag."""
 
 
-def define_flags() -> None:
-    """Registers the environment flags with absl; called once per command."""
-    for name, text in HELP.items():
+def define_flags(names: Iterable[str] = HELP) -> None:
+    """Registers the environment flags of these names with absl; called once per command."""
+    for name in names:
+        text = HELP[name]
         default = getattr(Environment(), name)
         if name in CHOICES:
             flags.DEFINE_enum(name, default, CHOICES[name], text)

@@ -245,6 +245,11 @@ def connect(
     return latest
 
 
+def latest() -> Distribution | None:
+    """Returns what was connected last, if anything."""
+    return _IN_ORDER[-1] if _IN_ORDER else None
+
+
 def current(strategy: tf.distribute.Strategy) -> Distribution:
     """Returns the distribution of `fit`, `evaluate` and `predict` where none is given.
 

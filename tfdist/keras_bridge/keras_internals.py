@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as losses_of_keras
 from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.utils import naming
+from keras.src.random import seed_generator
+from keras.src.utils import naming, rng_utils
 from tensorflow.python.distribute.distribute_lib import ReplicaContextBase, StrategyBase
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.framework import ops
@@ -130,6 +132,25 @@ def copies(variable: keras.Variable) -> tuple[tf.Variable, ...]:
 def is_seed(variable: keras.Variable) -> bool:
     """Returns whether a variable is the state of a random generator, which only its path tells."""
     return "seed_generator" in variable.path
+
+
+def global_seed() -> int:
+    """Returns the seed of `keras.utils.set_random_seed`, 0 without; nothing public tells it."""
+    return rng_utils.get_random_seed() or 0
+
+
+def random_state() -> list[int] | None:
+    """Returns the state of Keras' generator for whatever gives no seed, None before its first use."""
+    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    return None if generator is None else [int(value) for value in generator.state.numpy()]
+
+
+def set_random_state(state: list[int] | None) -> None:
+    """Puts that generator into a state that `random_state` has returned."""
+    if state is None:
+        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
+    else:
+        seed_generator.global_seed_generator().state.assign(state)
 
 
 def fixed_variables(model: keras.Model) -> list[keras.Variable]:
@@ -512,6 +533,25 @@ def one_replica_in_sync() -> AbstractContextManager[None]:
         return property(lambda strategy: theirs.fget(strategy) if tf.distribute.in_cross_replica_context() else 1)
 
     return patched((StrategyBase, "num_replicas_in_sync", make))
+
+
+@contextlib.contextmanager
+def outside_scope() -> Iterator[None]:
+    """Leaves, within it, every scope of a strategy that this thread is in.
+
+    In a scope of several workers each new variable is a collective, and Keras makes variables where it writes a model,
+    which the chief does alone. Nothing public leaves a scope that a caller has entered.
+    """
+    graph = ops.get_default_graph()
+    strategies, creators = graph._distribution_strategy_stack, graph._variable_creator_stack
+    before = [*strategies]
+    strategies.clear()
+    graph._variable_creator_stack = []
+    try:
+        yield
+    finally:
+        strategies[:] = before
+        graph._variable_creator_stack = creators
 
 
 @contextlib.contextmanager

@@ -1,0 +1,143 @@
+"""`tfdist run`: scripts that know nothing of tfdist, in processes of their own."""
+
+import json
+import re
+
+import pytest
+
+TRAIN = """
+import argparse, os, signal, sys
+import keras, numpy as np
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=2)
+parser.add_argument("--threads", default="none")
+parser.add_argument("--kill", default="")
+parser.add_argument("--width", type=int, default=4)
+arguments = parser.parse_args()
+
+class Kill(keras.callbacks.Callback):
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def on_train_batch_end(self, batch, logs=None):
+        if arguments.kill == f"{self.call}:{int(self.model.optimizer.iterations)}":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def main():
+    keras.utils.set_random_seed(3)
+    x, y = np.random.normal(size=(40, 5)), np.random.normal(size=(40, 1))
+    model = keras.Sequential([keras.layers.Dense(arguments.width, "tanh"), keras.layers.Dropout(0.0),
+                              keras.layers.Dense(1)])
+    model.compile("adam", "mse", metrics=["mae"])
+    for call in (1, 2, 3):
+        noise = np.random.normal(size=y.shape) * 0.1
+        stop = keras.callbacks.EarlyStopping("loss", patience=50)
+        history = model.fit(x, y + noise, epochs=arguments.epochs, batch_size=12, verbose=0, callbacks=[stop, Kill(call)])
+        print("history", call, history.history)
+    print("evaluate", model.evaluate(x, y, verbose=0), int(model.optimizer.iterations))
+    print("weights", [float(np.square(w).sum()) for w in model.get_weights()])
+
+if __name__ == "__main__":
+    print(sys.argv[1:], sys.path[0] == os.path.dirname(os.path.abspath(__file__)), arguments.threads)
+    main()
+"""
+
+
+@pytest.fixture
+def script(tmp_path, run):
+    """Runs a script with `tfdist run`, or with Python alone."""
+    (tmp_path / "train.py").write_text(TRAIN)
+
+    def start(*flags, program=("train.py",), alone=False, **environ):
+        return run(*([] if alone else ["tfdist", "run", *flags]), *program, **environ)
+
+    return start
+
+
+def numbers(text):
+    """The numbers that a script has printed, to 6 digits."""
+    lines = [line for line in text.splitlines() if re.match(r"(history|evaluate|weights) ", line)]
+    return [f"{float(number):.5g}" for number in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", "\n".join(lines))]
+
+
+def test_a_script_runs_as_by_python(script, tmp_path):
+    """Its own flags, of which one has the name of one of the command's, and the numbers of one device on two."""
+    (tmp_path / "python.py").write_text(
+        "import runpy, sys; sys.argv.pop(0); runpy.run_path('train.py', None, '__main__')"
+    )
+    done = [
+        script(flag, program=("train.py", "--threads=mine")) for flag in ("--strategy=default", "--virtual_devices=2")
+    ]
+    assert [one.returncode for one in done] == [0, 0], done[1].stderr
+    assert all("['--threads=mine'] True mine" in one.stdout for one in done)
+    assert "strategy mirrored" in done[1].stderr
+    assert len(numbers(done[0].stdout)) > 10 and numbers(done[0].stdout) == numbers(done[1].stdout)
+
+
+@pytest.mark.parametrize("program, code, stdout, stderr", [
+    ("import sys; print(__name__); sys.exit(7)", 7, "__main__", ""),
+    ("import sys; sys.exit('no data')", 1, "", "no data"),
+    ("import neighbor; print(neighbor.VALUE)", 0, "42", "WARNING: the script has ended and called neither fit"),
+    ("def f():\n    raise KeyError('k')\nf()", 1, "", "KeyError: 'k'"),
+    ("import keras\nm = keras.Sequential([keras.layers.Dense(1)])\n\nm.fit([[1.0]], [[1.0]])", 2, "",
+     "tfdist: error: own.py, line 4: "),
+    ("from absl import app, flags\nflags.DEFINE_string('workdir', 'w', '')\n"
+     "app.run(lambda argv: print(flags.FLAGS.workdir, argv[1:]))", 0, "w ['rest']", ""),
+])  # fmt: skip
+def test_ends_as_the_script_does(program, code, stdout, stderr, script, tmp_path):
+    (tmp_path / "own.py").write_text(program)
+    (tmp_path / "neighbor.py").write_text("VALUE = 42")
+    done = script("--strategy=default", program=("own.py", "rest"))
+    assert done.returncode == code and stdout in done.stdout and stderr in done.stderr, done.stderr
+    assert "tfdist/run" not in done.stderr and "absl/app.py" not in done.stderr.partition("neither")[0]
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["trian.py"], "there is no script 'trian.py': did you mean 'train.py'?"),
+    (["--strateg=default", "train.py"], "Unknown command line flag 'strateg'"),
+    ([], "there is no script to run: write tfdist run [flags] SCRIPT"),
+    (["--nproc_per_node=2", "--strategy=horovod", "train.py"], "start it with horovodrun"),
+    (["--workdir=s3://bucket/run", "train.py"], "is a bucket, which keeps no calls of fit"),
+])  # fmt: skip
+def test_what_cannot_run_is_refused_in_one_line(arguments, message, script):
+    done = script(*arguments, program=())
+    assert done.returncode == 2 and message in done.stderr.splitlines()[-1], done.stderr
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("where", [["--strategy=default"], ["--virtual_devices=2"]])
+def test_continues_after_kills_bit_for_bit(where, script, tmp_path):
+    """Of three calls the second is killed in its middle, and the third at its end."""
+    undisturbed = script(*where, "--workdir=undisturbed")
+    flags = [*where, "--workdir=killed", "--checkpoint_every=1 steps"]
+    for kill in ("2:11", "3:24"):
+        assert script(*flags, program=("train.py", f"--kill={kill}")).returncode == -9
+    last = script(*flags)
+    assert last.returncode == 0, last.stderr
+    assert last.stdout == undisturbed.stdout
+    assert "resuming after update" in last.stderr
+    again = script(*flags)
+    assert again.stdout == undisturbed.stdout
+
+
+@pytest.mark.faults
+def test_a_call_that_has_changed_is_not_continued(script):
+    flags = ["--strategy=default", "--workdir=kept"]
+    assert script(*flags).returncode == 0
+    changed = script(*flags, program=("train.py", "--epochs=3"))
+    assert changed.returncode == 2
+    assert "call 1 of fit cannot continue: epochs was 2 and is 3: undo the change" in changed.stderr.splitlines()[-1]
+    assert script(*flags, "--resume=never", program=("train.py", "--width=5")).returncode == 0
+
+
+@pytest.mark.faults
+def test_two_workers_train_as_one_and_name_files_that_both_write(script, tmp_path):
+    text = TRAIN.replace('print("weights"', 'open("notes.txt", "w"); model.save("m.keras")\n    print("weights"')
+    (tmp_path / "train.py").write_text(text)
+    alone, both = script("--strategy=default"), script("--nproc_per_node=2")
+    assert both.returncode == 0, both.stderr
+    assert numbers(both.stdout.replace("[0] ", "")) == numbers(alone.stdout)
+    assert "[1] history" not in both.stdout and (tmp_path / "m.keras").exists()
+    assert "several workers have written notes.txt in the working directory" in both.stderr

@@ -1,0 +1,129 @@
+"""`patch_keras`: what a script does with Keras alone comes out as with Keras alone, on any number of replicas."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist.trainer import keras_patch
+from tfdist.trainer.keras_patch import KerasPatch
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(45, 6)).astype("float32"), RNG.integers(0, 3, 45)
+
+
+class Scores(keras.callbacks.Callback):
+    """Measures the model in the middle of its training, as scripts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen.append(self.model.evaluate(X[:13], Y[:13], verbose=0))
+
+
+class Tuned(keras.Sequential):
+    """A task of its own, as those of KerasHub."""
+
+    def fit(self, x=None, y=None, **options):
+        return super().fit(x * 2.0, y, **options)
+
+
+def script():
+    """Returns the numbers that a script sees."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    with tf.distribute.get_strategy().scope():
+        model = Tuned([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.BatchNormalization(),
+                       keras.layers.Dense(3)])  # fmt: skip
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01, clipnorm=0.5), loss, metrics=["accuracy"])
+    scores = Scores()
+    weights = np.linspace(0, 1, 45)
+    options = dict(epochs=2, shuffle=False, verbose=0, batch_size=20, sample_weight=weights, callbacks=[scores])
+    history = model.fit(X, Y, validation_data=(X[:11], Y[:11]), **options)
+    rate = float(model.optimizer.learning_rate)
+    last = model.fit(X, Y, shuffle=False, verbose=0)
+    return [
+        *(history.history[name] for name in sorted(history.history)),
+        last.history["loss"],
+        scores.seen,
+        model.evaluate(X, Y, verbose=0),
+        [model.evaluate(X, Y, verbose=0, return_dict=True)["loss"], rate],
+        model.predict(X, verbose=0),
+        *model.get_weights(),
+    ]
+
+
+@pytest.fixture
+def patched(connect):
+    def install(replicas, **options):
+        keras_patch.install(KerasPatch(connect(replicas), **options))
+        return connect(replicas)
+
+    yield install
+    tfdist.unpatch_keras()
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_script_sees_the_numbers_of_one_device(replicas, patched):
+    expected = script()
+    patched(replicas)
+    for got, wanted in zip(script(), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
+
+
+def test_batch_norm_is_synchronized_or_left_with_a_warning(patched, said):
+    patched(2)
+    assert script() and any("1 BatchNormalization layers of" in line for line in said)
+    tfdist.unpatch_keras()
+    patched(2, sync_batch_norm=False)
+    assert script() and any("WARNING: sync_batch_norm is off" in line for line in said)
+
+
+def test_strategies_of_a_script_are_the_running_one(patched, said):
+    own = tf.distribute.MirroredStrategy
+    running = patched(2).strategy
+    made = tf.distribute.MirroredStrategy(["CPU:0"])
+    assert made is tf.distribute.MultiWorkerMirroredStrategy() is tf.distribute.get_strategy() is running
+    assert isinstance(made, tf.distribute.MirroredStrategy) and "is the running strategy" in said[-1]
+    keras.utils.clear_session()
+    assert tf.distribute.get_strategy() is running
+    with made.scope():
+        keras.utils.clear_session()
+    tfdist.unpatch_keras()
+    assert tf.distribute.MirroredStrategy is own and tf.distribute.get_strategy() is not running
+
+
+def test_calls_of_fit_see_the_examples_in_different_orders(patched):
+    seen = []
+
+    class Orders(keras.layers.Layer):
+        def call(self, inputs):
+            tf.py_function(lambda rows: seen.append(rows.numpy()[:, 0].tolist()), [inputs], [])
+            return inputs
+
+    patched(1)
+    for seed in (5, 5, 6):
+        keras.utils.set_random_seed(seed)
+        model = keras.Sequential([Orders(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        seen.clear()
+        for _ in range(2):
+            model.fit(X, Y, verbose=0, batch_size=45)
+        first, second = (rows for rows in seen if len(rows) == 45)
+        assert sorted(first) == sorted(second) and first != second
+
+
+def test_patching_twice_changes_nothing(connect):
+    theirs = keras.Model.fit
+    distribution = connect(1)
+    tfdist.patch_keras(distribution)
+    once = keras.Model.fit
+    tfdist.patch_keras(distribution)
+    assert keras.Model.fit is once is not theirs
+    tfdist.unpatch_keras()
+    tfdist.unpatch_keras()
+    assert keras.Model.fit is theirs

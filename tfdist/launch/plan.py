@@ -1,0 +1,241 @@
+"""The launcher's flags, and the plan that they and the machine give: which workers to start, and how."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from tfdist import __version__
+from tfdist.cluster import env_vars
+from tfdist.config import buckets, field_syntax, validation
+from tfdist.config.messages import aside
+from tfdist.distributed import gpus
+from tfdist.errors import UserError
+from tfdist.launch import machines, node_agent
+from tfdist.launch.machines import JOIN_S, SCALE_S
+
+_OWN = ("devices", "workdir", "threads", "progress", "start_timeout", "stall_timeout")  # may differ between nodes
+
+
+class _TrainFlags(NamedTuple):
+    """The flags of `tfdist.train`, parsed."""
+
+    experiment: dict[str, Any]  # fields of the experiment, by dotted name
+    where: dict[str, Any]  # fields of the environment
+    workdir: str  # the run folder
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="python -m tfdist.launch",
+        usage="%(prog)s [flags] -- [train flags | script | -m module ...]",
+        description="Starts the workers of a run, here and (with one launcher on each) on other machines, "
+        "shows what they print, and ends them all when one fails.",
+        epilog="--flag-name may be written for --flag_name. A platform's variables (PET_*, MLP_*, "
+        "SM_HOSTS, SKYPILOT_*, JOB_COMPLETION_INDEX) are the defaults. Across machines the environment "
+        "variable TFDIST_SECRET, the same on all of them, keeps others from joining.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28, width=80),
+    )
+    add = parser.add_argument
+    add("--nproc_per_node", metavar="N|auto", help="workers on this machine; auto: one per GPU (default 1)")
+    changing = "; MIN:MAX: elastic, they may join and leave"
+    add("--nnodes", metavar="N|MIN:MAX", help=f"machines (default 1); start the launcher on each{changing}")
+    changing = "; with MIN:MAX node 0 is the one at --master_addr, and numbers the others"
+    add("--node_rank", metavar="I", help=f"which of them this is, from 0 on (default 0){changing}")
+    add("--master_addr", metavar="HOST", help="address of node 0 (default 127.0.0.1 with one machine)")
+    add("--master_port", metavar="PORT", help=f"port there (default {env_vars.PORT}; with one machine any free one)")
+    add("--max_restarts", metavar="N", default="0", help="restarts of all workers after a failure (default 0)")
+    for name, default, text in (
+        ("start_timeout", "120", "time to wait for the other machines (default 120)"),
+        ("join_timeout", None, f"with MIN:MAX, at first, time to wait for more nodes than MIN (default {JOIN_S:g})"),
+        ("rejoin_timeout", None, "with MIN:MAX, later, time to wait for MIN nodes (default: as --start_timeout)"),
+        ("scale_wait", None, f"with MIN:MAX, when a node joins, time to wait for others (default {SCALE_S:g})"),
+    ):
+        add(f"--{name}", metavar="SECONDS", default=default, help=text)
+    add("--log_dir", metavar="DIR", help="keep what each rank prints there (default WORKDIR/logs; none for a script)")
+    add("--insecure", action="store_true", help="connect machines without TFDIST_SECRET: the network must be private")
+    add("--version", action="version", version=f"tfdist {__version__}", help="print the version")
+    add("--dry_run", action="store_true", help="print command and environment of each worker, and start nothing")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parses the launcher's flags; returns them with the arguments after `--`, or raises UserError."""
+    own, rest = list(argv), []
+    if "--" in own:
+        end = own.index("--")
+        own, rest = own[:end], own[end + 1 :]
+    parser = _parser()
+    for i, argument in enumerate(own):
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            own[i] = name[:2] + name[2:].replace("-", "_") + equals + value
+    options, unknown = parser.parse_known_args(own)
+    if unknown:
+        name = unknown[0].lstrip("-").partition("=")[0]
+        if not unknown[0].startswith("-"):
+            raise UserError(
+                f"unexpected argument {unknown[0]!r}: a script, as the flags of tfdist.train, stands after --"
+            )
+        from tfdist.config import runtime_options
+
+        if name.partition(".")[0] in ("config", *runtime_options.HELP):
+            raise UserError(f"--{name} is a flag of tfdist.train", "write it after --")
+        known = tuple(sorted(vars(options)))
+        begins = [k for k in known if k.startswith(name)]
+        raise UserError(f"unknown flag --{name}{field_syntax.suggest(begins[0] if len(begins) == 1 else name, known)}")
+    return options, rest
+
+
+def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping[str, str]) -> node_agent.LaunchPlan:
+    """Checks everything that can be checked before a worker starts, or raises UserError."""
+    max_restarts = machines.whole("--max_restarts", options.max_restarts, 0)
+    start_timeout = machines.seconds("--start_timeout", options.start_timeout)
+    nodes = machines.find(options, environ, start_timeout)
+    facts: dict[str, Any] = {
+        "the version of tfdist": __version__,
+        "--nnodes": nodes.size.partition("=")[2],
+        "--max_restarts": max_restarts,
+    }
+    workdir, held, devices = "", "", "all"
+    field_syntax.check_local("--log_dir", options.log_dir or "")
+    own_program = bool(rest) and (not rest[0].startswith("-") or rest[0] == "-m")
+    if own_program:
+        if rest[0] == "-m" and len(rest) < 2:
+            raise UserError("-m names no module", "write -m package.module")
+        if rest[0] != "-m" and not os.path.isfile(rest[0]):
+            raise UserError(f"there is no script {rest[0]!r}: flags of tfdist.train begin with --, a script is a file")
+        command: tuple[str, ...] = (sys.executable, *rest)
+        facts["the command"] = shlex.join(rest)
+    else:
+        from tfdist.config.commands import command_line
+
+        rest = list(rest)
+        command_line.replace_former_names(rest)  # so that no worker warns of them again
+        command = (sys.executable, "-m", "tfdist.train", *rest)
+        train = _train_flags(rest)
+        where, workdir = train.where, train.workdir
+        held = "" if where["dry_run"] else workdir
+        if where["insecure"]:
+            raise UserError(
+                "--insecure after -- would change nothing, since workers get a secret", "write it before --"
+            )
+        facts |= {f"--{name}": value for name, value in train.experiment.items()}
+        facts |= {f"--{name}": value for name, value in where.items() if name not in _OWN}
+        devices = "none" if where["virtual_devices"] else where["devices"]
+    nproc, shares = _divide(options.nproc_per_node or nodes.nproc, devices, environ)
+    if not own_program and (nproc > 1 or nodes.max > 1) and where["strategy"] not in ("auto", "multi_worker"):
+        instead = "start it with horovodrun" if where["strategy"] == "horovod" else "start python -m tfdist.train"
+        raise UserError(
+            f"--strategy={where['strategy']} is not for workers of tfdist.launch: {instead}, "
+            "or use --strategy=multi_worker"
+        )
+    if nodes.elastic and not own_program:
+        _check_elastic(train, nodes, nproc)
+    if any(shares) and devices != "all" and not own_program:
+        command += ("--devices=all",)  # of those that the launcher has selected
+    log_dir = os.path.expanduser(options.log_dir or "")
+    if workdir and not log_dir:  # on this machine: a bucket cannot append
+        log_dir = os.path.join(str(buckets.copy_of(workdir)) if buckets.is_url(workdir) else workdir, "logs")
+    return node_agent.LaunchPlan(
+        command=command,
+        nproc=nproc,
+        nodes=nodes,
+        max_restarts=max_restarts,
+        start_timeout=start_timeout,
+        shares=shares,
+        facts=json.loads(json.dumps(facts, default=str)),  # as received by node 0
+        workdir=held,
+        log_dir=log_dir,
+        secret=machines.secret(nodes, options.insecure, environ),
+    )
+
+
+def _check_elastic(train: _TrainFlags, nodes: machines.Nodes, nproc: int) -> None:
+    """Raises UserError for options that do not go with an elastic job."""
+    if train.where["requeue"]:
+        raise UserError(
+            "--requeue after -- would put the whole job into the queue whenever a node joins or leaves",
+            f"leave it out, or give --nnodes one number instead of {nodes.size.partition('=')[2]}",
+        )
+    batch, accumulate, virtual_replicas = (
+        int(train.experiment[f"config.train.{n}"]) for n in ("batch_size", "accumulate", "virtual_replicas")
+    )
+    if train.experiment["config.checkpoint.every"] == "off":
+        raise UserError(f"{nodes.size} needs checkpoints to go on from, and checkpoint.every=off", "set it to a time")
+    if not batch:
+        raise UserError(
+            f"{nodes.size} keeps to one global batch, and train.batch_size=auto looks for one that fits the workers at "
+            "the start",
+            "give a number",
+        )
+    workers = nodes.max * nproc
+    field, given, needed = (
+        ("virtual_replicas", virtual_replicas, workers)
+        if virtual_replicas
+        else ("batch_size", batch, workers * accumulate)
+    )
+    if given < needed:
+        raise UserError(
+            f"{nodes.size} may become {workers} workers, too many for train.{field}={given}",
+            f"use at least {needed}, or fewer nodes",
+        )
+
+
+def _train_flags(rest: Sequence[str]) -> _TrainFlags:
+    """Parses the flags of `tfdist.train`, so that a typo shows once and here."""
+    import dataclasses
+
+    from absl import flags
+
+    from tfdist import config
+    from tfdist.config import runtime_options
+    from tfdist.config.commands import command_line
+
+    runtime_options.define_flags()
+    before, sys.argv = sys.argv, ["tfdist.train", *rest]  # config_flags reads the overrides there
+    try:
+        command_line.parse(sys.argv)
+    finally:
+        sys.argv = before
+    experiment, where = validation.validate(flags.FLAGS.config), runtime_options.from_flags(flags.FLAGS)
+    return _TrainFlags(config.flat(experiment), dataclasses.asdict(where), runtime_options.workdir(experiment, where))
+
+
+def _divide(nproc: str, devices: str, environ: Mapping[str, str]) -> tuple[int, tuple[Mapping[str, str], ...]]:
+    """Returns how many workers this machine has, and the variables by which each gets its part of the GPUs."""
+    names: Sequence[str] = ()
+    order: dict[str, str] = {}
+    if devices != "none" and nproc != "1":
+        survey = gpus.survey()
+        selection = gpus.select(devices, survey, environ)
+        if selection.opaque:
+            names = [e.strip() for e in environ["CUDA_VISIBLE_DEVICES"].split(",")]
+        else:
+            names, order = [str(g.number) for g in selection.gpus], {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        if survey.problem:
+            aside.info(survey.problem)
+    count = max(1, len(names)) if nproc == "auto" else machines.whole("--nproc_per_node", nproc, 1)
+    if count == 1 or not names:
+        return count, ({},) * count
+    each = len(names) // count
+    if each * count != len(names):
+        raise UserError(
+            f"{len(names)} GPU{'s' * (len(names) > 1)} ({', '.join(names)}) cannot be divided evenly among {count} "
+            "workers",
+            "change --nproc_per_node, choose some with CUDA_VISIBLE_DEVICES or the train flag --devices, "
+            "or use the CPU with --devices=none",
+        )
+    parts = [",".join(names[i * each : (i + 1) * each]) for i in range(count)]
+    return count, tuple({**order, "CUDA_VISIBLE_DEVICES": part} for part in parts)

@@ -1,0 +1,1 @@
+"""The command `run`: trains an unmodified Keras script."""

@@ -1,0 +1,156 @@
+"""Trains any Keras script, unmodified, on all devices: `tfdist run [flags] SCRIPT|-m MODULE [arguments of the script]`.
+
+The script's `model.fit`, `evaluate`, `predict` and their relatives are carried out by tfdist, with the result of one
+device. Exit codes: the script's own; 2 the input or the environment is wrong; 143 stopped by a signal, state saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from absl import flags
+
+from tfdist.config import field_syntax, runtime_options
+from tfdist.config.commands import command_line, help_page
+from tfdist.config.runtime_options import PlacementOptions, ResumeOptions
+from tfdist.errors import UserError
+
+_LAUNCH = ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "max_restarts")
+_USAGE = "write tfdist run [flags] SCRIPT [arguments], or -m MODULE [arguments]"
+
+
+class Program(NamedTuple):
+    """What is run: a file, or a module with `-m`, and its own arguments."""
+
+    name: str
+    is_module: bool
+    arguments: tuple[str, ...]
+
+    @property
+    def command(self) -> list[str]:
+        """The program as it stands at the end of a command line."""
+        return [*(["-m"] if self.is_module else []), self.name, *self.arguments]
+
+
+class Options(NamedTuple):
+    """The flags of this command that are not shared with others."""
+
+    virtual_replicas: int
+    sync_batch_norm: bool
+    show: str
+    every: str
+    launch: dict[str, str]  # those for the launcher, as they were given
+
+
+def _define_flags() -> None:
+    names = [name for part in (PlacementOptions, ResumeOptions) for name in runtime_options.names(part)]
+    runtime_options.define_flags([name for name in names if name not in ("resume_changed", "requeue")])
+    flags.FLAGS["workdir"].help = "Folder where each fit keeps its checkpoints; empty: nothing is kept."
+    flags.FLAGS["resume"].help = "Continue with the calls of fit in --workdir, or never: set them aside."
+    flags.DEFINE_integer("virtual_replicas", 0, "Slices of every batch; the same bits on any number of devices.")
+    flags.DEFINE_enum("sync_batch_norm", "on", ("on", "off"), "BatchNormalization over all replicas, or each alone.")
+    flags.DEFINE_enum("show", "chief", ("chief", "all"), "Whose standard output is shown.")
+    flags.DEFINE_string("checkpoint_every", "60 seconds", "Time between checkpoints of a fit, such as 5 minutes.")
+    for name, text in (
+        ("nproc_per_node", "Worker processes on this machine, or auto for one per GPU."),
+        ("nnodes", "Machines, N or MIN:MAX; run the command on each."),
+        ("node_rank", "Which of them this is, from 0 on."),
+        ("master_addr", "Address of node 0."),
+        ("master_port", "Port there."),
+        ("max_restarts", "Restarts of all workers after a failure."),
+    ):
+        flags.DEFINE_string(name, None, text)
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], Program | None]:
+    """Returns the command's own flags, and the program behind them with all that follows it."""
+    i = 0
+    while i < len(argv):
+        argument = argv[i]
+        if argument == "-m":
+            if i + 1 == len(argv):
+                raise UserError("-m names no module", _USAGE)
+            return list(argv[:i]), Program(argv[i + 1], True, tuple(argv[i + 2 :]))
+        if argument == "--":
+            argv = [*argv[:i], *argv[i + 1 :]]
+            continue
+        if not argument.startswith("-"):
+            return list(argv[:i]), Program(argument, False, tuple(argv[i + 1 :]))
+        name = argument.lstrip("-")
+        takes_next = "=" not in name and name in flags.FLAGS and not flags.FLAGS[name].boolean
+        i += 1 + takes_next
+    return list(argv), None
+
+
+def _parse(argv: list[str]) -> list[str]:
+    """Parses what stands before the script, which may have the same flags itself."""
+    own, program = split(argv[1:])
+    if program is None and not help_page.is_asked(own):
+        command_line.parse_own([argv[0], *own])
+        raise UserError("there is no script to run", _USAGE)
+    command_line.parse_own([argv[0], *own])
+    assert program is not None
+    if not program.is_module and not os.path.isfile(program.name):
+        near = (
+            os.listdir(os.path.dirname(program.name) or ".")
+            if os.path.isdir(os.path.dirname(program.name) or ".")
+            else []
+        )
+        scripts = tuple(os.path.join(os.path.dirname(program.name), n) for n in near if n.endswith(".py"))
+        raise UserError(f"there is no script {program.name!r}{field_syntax.suggest(program.name, scripts)}")
+    return [argv[0], *program.command]
+
+
+def _run(argv: Sequence[str]) -> int:
+    program = split(argv[1:])[1]
+    assert program is not None
+    values = flags.FLAGS
+    launch = {name: values[name].value for name in _LAUNCH if values[name].value is not None}
+    fields = {name: values[name].value for name in values if name in runtime_options.HELP}
+    placement = PlacementOptions(**{n: v for n, v in fields.items() if n in runtime_options.names(PlacementOptions)})
+    resume = ResumeOptions(**{n: v for n, v in fields.items() if n in runtime_options.names(ResumeOptions)})
+    options = Options(
+        values.virtual_replicas, values.sync_batch_norm == "on", values.show, values.checkpoint_every, launch
+    )
+    if launch:
+        return _launched(launch, placement, program)
+    if options.virtual_replicas and placement.threads is None:
+        placement = dataclasses.replace(placement, threads=1)  # their number decides about the last bits
+    from tfdist.run import script
+
+    return script.run(program, placement, resume, options)
+
+
+def _launched(launch: dict[str, str], placement: PlacementOptions, program: Program) -> int:
+    """Starts the workers, each of which is this command without the launcher's flags."""
+    from tfdist.launch import coordinator
+    from tfdist.launch import plan as launch_plan
+    from tfdist.launch.worker_process import Events, Screen
+
+    if placement.strategy not in ("auto", "multi_worker"):
+        what = f"--strategy={placement.strategy} is not for several workers of one launcher"
+        instead = "start it with horovodrun" if placement.strategy == "horovod" else "leave out --nproc_per_node"
+        raise UserError(what, f"{instead}, or use --strategy=multi_worker")
+    given = [f"--{name}={value}" for name, value in launch.items()] + ["--insecure"] * placement.insecure
+    flag = flags.FLAGS
+    kept = [f for f in flag.get_flags_for_module(sys.argv[0]) if f.name not in (*_LAUNCH, "insecure")]
+    shared = [flag[name] for name in runtime_options.HELP if name in flag and name != "insecure"]
+    own = [f.serialize() for f in (*shared, *kept) if f.present]
+    options, rest = launch_plan.parse([*given, "--", "-m", "tfdist.run", *own, *program.command])
+    plan = launch_plan.make_plan(options, rest, os.environ)
+    with Events() as events:
+        return coordinator.run(plan, events, Screen())
+
+
+def main() -> None:
+    """Entry point of `tfdist run` and `python -m tfdist.run`."""
+    _define_flags()
+    command_line.main(_run, _parse, "interrupted")
+
+
+if __name__ == "__main__":
+    main()

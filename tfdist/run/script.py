@@ -1,0 +1,156 @@
+"""Runs a script or module as Python does, with tfdist behind Keras' methods of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from tfdist.config import runtime_options
+from tfdist.config.messages import logger
+from tfdist.config.runtime_options import PlacementOptions, ResumeOptions
+from tfdist.distributed import connect
+from tfdist.distributed.distribution import Distribution
+from tfdist.errors import PeerError, TrainingError, UserError
+from tfdist.run.kept_fits import KeptFits
+from tfdist.trainer import keras_patch, worker_session
+
+if TYPE_CHECKING:
+    from tfdist.run.__main__ import Options, Program
+
+_MOST_FILES = 10_000  # written files that are compared over workers
+_NOT_DISTRIBUTED = (
+    "WARNING: the script has ended and called neither fit, evaluate, predict nor their relatives of a Keras model: a "
+    "loop of its own over GradientTape or strategy.run is not distributed"
+)
+
+
+def run(program: Program, placement: PlacementOptions, resume: ResumeOptions, options: Options) -> int:
+    """Connects, runs the program under the strategy to its end, and returns its exit code."""
+    distribution = connect.connect(**dataclasses.asdict(placement))
+    replicas = f"{distribution.replicas} replica{'s' * (distribution.replicas > 1)}"
+    logger.info(f"strategy {distribution.name}, because {distribution.reason}: {replicas}")
+    with contextlib.ExitStack() as stack:
+        kept = stack.enter_context(KeptFits(distribution, resume, options.every)) if resume.workdir else None
+        patch = keras_patch.KerasPatch(
+            distribution, options.sync_batch_norm, options.virtual_replicas, kept.call if kept else None
+        )
+        keras_patch.install(patch)
+        if options.show == "chief" and not distribution.is_chief:
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        written = stack.enter_context(_noting_written_files()) if distribution.workers > 1 else set()
+        code = worker_session.reporting_failures(distribution.peers, lambda: _executed(program, distribution))
+        if code:
+            return code
+        if not patch.calls:
+            logger.info(_NOT_DISTRIBUTED)
+        if kept:
+            kept.finish()
+        _warn_of_shared_files(distribution, written)
+    return 0
+
+
+def _executed(program: Program, distribution: Distribution) -> int:
+    """Runs the program as `__main__`; returns its exit code and shows its traceback, without frames of tfdist."""
+    _forget_flags()
+    sys.argv = [program.name, *program.arguments]
+    sys.path[0] = "" if program.is_module else os.path.dirname(os.path.abspath(program.name))
+    try:
+        if program.is_module:
+            runpy.run_module(program.name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program.name, run_name="__main__")
+        return 0
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            code = (end.code or 0) & 0xFF
+        else:
+            print(end.code, file=sys.stderr)
+            code = 1
+        if code:
+            distribution.peers.fail(f"the script has ended with exit code {code}", code)
+        return code
+    except (UserError, TrainingError) as error:
+        place = _place(error.__traceback__, program)
+        if isinstance(error, PeerError) or not place:
+            raise
+        if isinstance(error, UserError):
+            raise UserError(f"{place}: {error.what}", error.fix) from error
+        raise TrainingError(f"{place}: {error}") from error
+    except Exception as error:
+        trace = error.__traceback__
+        while trace and not _of_program(trace, program):
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace or error.__traceback__)
+        distribution.peers.fail(f"the script has failed: {type(error).__name__}: {error}")
+        return 1
+
+
+def _of_program(trace: TracebackType, program: Program) -> bool:
+    """Whether a frame is of the program, and not of what has started it."""
+    file = trace.tb_frame.f_code.co_filename
+    return trace.tb_frame.f_globals.get("__name__") == "__main__" and (program.is_module or file == program.name)
+
+
+def _place(trace: TracebackType | None, program: Program) -> str:
+    """Returns the last line of the program itself in a traceback, such as `train.py, line 12`; "" for none."""
+    place = ""
+    while trace:
+        if _of_program(trace, program):
+            place = f"{os.path.basename(trace.tb_frame.f_code.co_filename)}, line {trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
+def _forget_flags() -> None:
+    """Removes this command's flags, since the script may define some with the same names."""
+    values = flags.FLAGS
+    own = [flag.name for flag in values.get_flags_for_module(sys.argv[0])]
+    for name in {*own, *runtime_options.HELP} & {*values}:
+        delattr(values, name)
+    values.unparse_flags()
+
+
+@contextlib.contextmanager
+def _noting_written_files() -> Iterator[set[str]]:
+    """Collects the files below the working directory that Python opens to write, from now on."""
+    here, written, on = os.getcwd() + os.sep, set[str](), [True]
+
+    def note(event: str, arguments: tuple) -> None:
+        if event == "open" and on and isinstance(arguments[0], str) and len(written) < _MOST_FILES:
+            path, mode, opened = arguments
+            writes = set(mode) & set("wax+") if isinstance(mode, str) else opened & (os.O_WRONLY | os.O_RDWR)
+            path = os.path.abspath(path)
+            if writes and path.startswith(here):
+                written.add(path.removeprefix(here))
+
+    sys.addaudithook(note)
+    try:
+        yield written
+    finally:
+        on.clear()
+
+
+def _warn_of_shared_files(distribution: Distribution, written: set[str]) -> None:
+    """Warns of files that several workers of one host have written, each over what the others wrote."""
+    peers = distribution.peers
+    if distribution.workers == 1:
+        return
+    mine = sorted(path for path in written if "__pycache__" not in pathlib.Path(path).parts)
+    first, *others = peers.gather("the files that the script has written", mine)
+    shared = [path for path in first if any(path in theirs for theirs in others)]
+    if shared and distribution.is_chief:
+        more = f" and {len(shared) - 5} more" if len(shared) > 5 else ""
+        logger.info(
+            f"WARNING: several workers have written {', '.join(shared[:5])}{more} in the working directory, "
+            "and the last one counts: give each worker a name of its own, or write what is the same on all"
+        )

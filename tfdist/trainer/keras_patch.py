@@ -1,0 +1,222 @@
+"""`patch_keras`: `Model.fit` and its relatives, as any script calls them, are carried out by tfdist from then on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.config.messages import logger
+from tfdist.distributed import connect
+from tfdist.distributed.distribution import Distribution
+from tfdist.keras_bridge import batch_norm, keras_internals
+from tfdist.trainer import evaluation, fit
+
+_METHODS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "fit": fit.fit,
+        "evaluate": evaluation.evaluate,
+        "predict": evaluation.predict,
+    }
+)
+_TRAINING = ("fit", "train_on_batch")
+_FILES = ("save", "save_weights", "export")
+_STRATEGIES = ("MirroredStrategy", "MultiWorkerMirroredStrategy")
+
+
+class KerasPatch:
+    """Keras' methods of a model, answered by tfdist under one distribution, whose scope everything is created in.
+
+    Args:
+      distribution: where models train.
+      sync_batch_norm: synchronize the BatchNormalization layers of a model when it first trains on several replicas.
+      virtual_replicas: as for `fit`, for all calls.
+      call_fit: called as `call_fit(fit, model, arguments)` for each `model.fit`, with its arguments by name.
+    """
+
+    def __init__(
+        self,
+        distribution: Distribution,
+        sync_batch_norm: bool = True,
+        virtual_replicas: int = 0,
+        call_fit: Callable[[Callable[..., Any], keras.Model, dict[str, Any]], Any] | None = None,
+    ):
+        self.distribution = distribution
+        self.calls = 0  # how often a model was trained, evaluated or asked for predictions
+        self.options = sync_batch_norm, virtual_replicas, call_fit
+        self._sync_batch_norm, self._virtual_replicas = sync_batch_norm, virtual_replicas
+        self._call_fit = call_fit or (lambda fit, model, arguments: fit(model, **arguments))
+        self._fits = 0
+        self._warned: set[str] = set()
+        self._undo = contextlib.ExitStack()
+        self._scope = contextlib.ExitStack()
+
+    def install(self) -> None:
+        """Replaces Keras' methods and enters the scope."""
+        trainer = next(c for c in keras.Model.__mro__ if "fit" in vars(c))
+        for name, ours in _METHODS.items():
+            self._replace(trainer, name, self._method(getattr(trainer, name), ours))
+        self._undo.enter_context(keras_internals.variables_as_numbers())
+        if self.distribution.workers > 1:
+            for name in _FILES:
+                self._replace(keras.Model, name, self._on_chief(getattr(keras.Model, name)))
+        for module in tf.distribute, tf.distribute.experimental:
+            for name in filter(functools.partial(hasattr, module), _STRATEGIES):
+                self._replace(module, name, self._running(getattr(module, name)))
+        # `keras.utils.clear_session` calls it, and a new graph has lost the scope.
+        self._replace(tf.compat.v1, "reset_default_graph", self._in_scope(tf.compat.v1.reset_default_graph))
+        self._scope.enter_context(self.distribution.scope())
+
+    def remove(self) -> None:
+        """Gives Keras its own methods back, and leaves the scope."""
+        self._undo.close()
+        self._leave_scope()
+
+    def _replace(self, owner: Any, name: str, new: object) -> None:
+        self._undo.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, new)
+
+    def _leave_scope(self) -> None:
+        # Within a scope that the script itself has entered again, TensorFlow refuses to leave the outer one.
+        with contextlib.suppress(RuntimeError, IndexError):
+            self._scope.close()
+
+    def _in_scope(self, reset: Callable[[], None]) -> Callable[[], None]:
+        @functools.wraps(reset)
+        def reset_default_graph() -> None:
+            self._leave_scope()
+            reset()
+            self._scope.enter_context(self.distribution.scope())
+
+        return reset_default_graph
+
+    def _running(self, original: type) -> type:
+        """Returns a class that is called as `original`, and gives the running strategy."""
+        strategy, warned = self.distribution.strategy, self._warned
+
+        class Meta(type(original)):  # type: ignore[misc]
+            def __instancecheck__(cls, instance: object) -> bool:
+                return isinstance(instance, original)
+
+        def new(cls: type, *args: object, **options: object) -> tf.distribute.Strategy:
+            if (args or options) and original.__name__ not in warned:
+                warned.add(original.__name__)
+                logger.info(f"{original.__name__}() of the script is the running strategy, whose devices are set above")
+            return strategy
+
+        return Meta(original.__name__, (original,), {"__new__": new, "__doc__": original.__doc__})
+
+    def _on_chief(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a method that writes on the chief, while the other workers wait until the file is there."""
+        peers = self.distribution.peers
+
+        @functools.wraps(theirs)
+        @keras_internals.outside_scope()
+        def method(model: keras.Model, *args: Any, **options: Any) -> Any:
+            if peers.is_apart:  # in a callback of the chief alone
+                return theirs(model, *args, **options)
+            result = None
+            if self.distribution.is_chief:
+                with peers.during("saving"):
+                    result = theirs(model, *args, **options)
+            peers.gather(f"model.{theirs.__name__}")
+            return result
+
+        return method
+
+    def _method(self, theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+        signature, name = inspect.signature(theirs), theirs.__name__
+
+        @functools.wraps(theirs)
+        @keras_internals.outside_scope()  # tfdist enters it where it must
+        def method(*args: Any, **options: Any) -> Any:
+            arguments = signature.bind(*args, **options).arguments
+            model = arguments.pop("self")
+            arguments |= arguments.pop("kwargs", {})  # tfdist's own options
+            if name == "evaluate":
+                arguments.setdefault("return_dict", False)
+            arguments.setdefault("distribution", self.distribution)
+            if name in _TRAINING:
+                self._normalize(model, arguments)
+            self.calls += 1
+            if name != "fit":
+                if name in ("evaluate", "predict"):
+                    arguments.setdefault("virtual_replicas", self._virtual_replicas)
+                return ours(model, **arguments)
+            arguments.setdefault("virtual_replicas", self._virtual_replicas)
+            # Else each of several calls would see the examples in the same order.
+            arguments.setdefault("seed", (keras_internals.global_seed() + 7919 * self._fits) % 2**31)
+            self._fits += 1
+            return self._call_fit(ours, model, arguments)
+
+        return method
+
+    def _normalize(self, model: keras.Model, arguments: dict[str, Any]) -> None:
+        """Synchronizes BatchNormalization over the replicas, or accepts that each normalizes by itself."""
+        if self.distribution.replicas == 1 or self._virtual_replicas:
+            return
+        alone = batch_norm.normalizing_alone(model)
+        if not alone:
+            return
+        if self._sync_batch_norm:
+            batch_norm.synchronize_batch_norm(model)
+            told = f"{len(alone)} BatchNormalization layers of {model.name} are synchronized over the replicas"
+        else:
+            arguments.setdefault("check_agreement", "off")
+            told = (
+                f"WARNING: sync_batch_norm is off: {len(alone)} BatchNormalization layers of {model.name} normalize "
+                "with the rows of their own replica, so results depend on the number of replicas"
+            )
+        if told not in self._warned:
+            self._warned.add(told)
+            logger.info(told)
+
+
+_INSTALLED: list[KerasPatch] = []  # one at most
+
+
+def patch_keras(distribution: Distribution | None = None, *, sync_batch_norm: bool = True) -> None:
+    """Makes `model.fit` and its relatives train on all connected devices, with the result of one.
+
+    From then on tfdist carries out `fit`, `evaluate`, `predict`, `train_on_batch`, `test_on_batch` and
+    `predict_on_batch` of every Keras model, which take and return what they do in Keras. Models, optimizers and metrics
+    are created in the scope of the distribution without a `with`, `tf.distribute.MirroredStrategy()` returns the
+    running strategy, and on several workers the chief writes what `model.save` does. Called again, it changes nothing.
+
+    ```python
+    tfdist.connect("mirrored", virtual_devices=2)
+    tfdist.patch_keras()
+    model = keras.Sequential([...])
+    model.compile("adam", "mse")
+    model.fit(x, y, epochs=3)
+    ```
+
+    Args:
+      distribution: of `tfdist.connect`; if not given, the latest one, or `tfdist.connect("auto")` without any.
+      sync_batch_norm: on several replicas, normalize with the statistics of the global batch in all
+        `BatchNormalization` layers of a model that trains. False leaves each replica its own, with a warning.
+    """
+    install(KerasPatch(distribution or connect.latest() or connect.connect(), sync_batch_norm))
+
+
+def install(patch: KerasPatch) -> None:
+    """Installs a patch instead of the one before, if any; one that is the same in effect stays."""
+    if _INSTALLED:
+        before = _INSTALLED[0]
+        if before.distribution is patch.distribution and before.options == patch.options:
+            return
+        unpatch_keras()
+    patch.install()
+    _INSTALLED.append(patch)
+
+
+def unpatch_keras() -> None:
+    """Undoes `patch_keras`: Keras' own methods are back, and objects are created outside of any scope."""
+    while _INSTALLED:
+        _INSTALLED.pop().remove()
