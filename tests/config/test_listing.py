@@ -17,9 +17,13 @@ def test_the_commands_are_those_of_readme_and_of_the_wheel():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     scripts = re.findall(r"^(\S+) = ", setup["options.entry_points"]["console_scripts"], re.M)
-    assert set(scripts) == {"tfdist", *(f"tfdist-{name.replace('_', '-')}" for name in COMMANDS)}
+    assert scripts == ["tfdist"]
     modules = {p.parent.name for p in ROOT.glob("tfdist/*/__main__.py")} | {"evaluate", "predict"}
     assert modules == set(COMMANDS)
+
+
+def test_a_command_by_its_name_is_that_of_the_module(run):
+    assert run("tfdist", "launch", "--help").stdout == run("tfdist.launch", "--help").stdout
 
 
 def test_it_lists_them_without_tensorflow(run, tmp_path):
@@ -28,13 +32,12 @@ def test_it_lists_them_without_tensorflow(run, tmp_path):
     for asked in ([], ["--help"]):
         done = run("tfdist", *asked, path=str(tmp_path / "poison"))
         assert (done.returncode, done.stdout) == (0, listing() + "\n"), done.stderr
-    assert all(f"  python -m tfdist.{name} " in done.stdout for name in COMMANDS)
+    assert all(f"  tfdist {name} " in done.stdout for name in COMMANDS)
 
 
 @pytest.mark.parametrize("argument, message", [
-    ("trian", "unexpected argument 'trian' for python -m tfdist: did you mean 'train'?"),
-    ("train", "unexpected argument 'train': write python -m tfdist.train"),
-    ("--devices=all", "unexpected argument '--devices=all' for python -m tfdist: known are train, "),
+    ("trian", "unknown command 'trian': did you mean 'train'?"),
+    ("--devices=all", "unknown command '--devices=all': known are run, "),
 ])  # fmt: skip
 def test_anything_else_is_refused(argument, message, run):
     done = run("tfdist", argument)

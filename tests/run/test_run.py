@@ -1,6 +1,5 @@
 """`tfdist run`: scripts that know nothing of tfdist, in processes of their own."""
 
-import json
 import re
 
 import pytest
@@ -34,7 +33,8 @@ def main():
     for call in (1, 2, 3):
         noise = np.random.normal(size=y.shape) * 0.1
         stop = keras.callbacks.EarlyStopping("loss", patience=50)
-        history = model.fit(x, y + noise, epochs=arguments.epochs, batch_size=12, verbose=0, callbacks=[stop, Kill(call)])
+        options = dict(epochs=arguments.epochs, batch_size=12, verbose=0, callbacks=[stop, Kill(call)])
+        history = model.fit(x, y + noise, **options)
         print("history", call, history.history)
     print("evaluate", model.evaluate(x, y, verbose=0), int(model.optimizer.iterations))
     print("weights", [float(np.square(w).sum()) for w in model.get_weights()])

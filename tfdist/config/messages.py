@@ -20,12 +20,12 @@ class _Handler(logging.Handler):
 
     def __init__(self, stream: str):
         super().__init__()
-        self._stream = stream
+        self.stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
         lines = record.getMessage().split("\n")  # a summary has several, and what stands in them may be anything
         text = "\n".join(shown(line, 4000) for line in lines)
-        print(f"tfdist: {text}", file=getattr(sys, self._stream), flush=True)
+        print(f"tfdist: {text}", file=getattr(sys, self.stream), flush=True)
 
 
 def shell(words: Iterable[str]) -> str:
@@ -42,6 +42,11 @@ def shell(words: Iterable[str]) -> str:
 def chief_only(is_chief: bool) -> None:
     """Silences this process unless it is the chief, so that each line appears once in a job of many workers."""
     _handler.setLevel(logging.NOTSET if is_chief else logging.CRITICAL + 1)
+
+
+def use_standard_error() -> None:
+    """Prints all lines there from now on: standard output is a script's."""
+    _handler.stream = "stderr"
 
 
 _handler = _Handler("stdout")

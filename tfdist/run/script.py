@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
-from tfdist.config import runtime_options
+from tfdist.config import messages, runtime_options
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import PlacementOptions, ResumeOptions
 from tfdist.distributed import connect
@@ -36,6 +36,7 @@ _NOT_DISTRIBUTED = (
 
 def run(program: Program, placement: PlacementOptions, resume: ResumeOptions, options: Options) -> int:
     """Connects, runs the program under the strategy to its end, and returns its exit code."""
+    messages.use_standard_error()
     distribution = connect.connect(**dataclasses.asdict(placement))
     replicas = f"{distribution.replicas} replica{'s' * (distribution.replicas > 1)}"
     logger.info(f"strategy {distribution.name}, because {distribution.reason}: {replicas}")
@@ -117,7 +118,6 @@ def _forget_flags() -> None:
     own = [flag.name for flag in values.get_flags_for_module(sys.argv[0])]
     for name in {*own, *runtime_options.HELP} & {*values}:
         delattr(values, name)
-    values.unparse_flags()
 
 
 @contextlib.contextmanager
