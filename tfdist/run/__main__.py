@@ -7,6 +7,7 @@ device. Exit codes: the script's own; 2 the input or the environment is wrong; 1
 from __future__ import annotations
 
 import dataclasses
+import glob
 import os
 import sys
 from collections.abc import Sequence
@@ -43,12 +44,11 @@ class Options(NamedTuple):
     sync_batch_norm: bool
     show: str
     every: str
-    launch: dict[str, str]  # those for the launcher, as they were given
 
 
 def _define_flags() -> None:
     names = [name for part in (PlacementOptions, ResumeOptions) for name in runtime_options.names(part)]
-    runtime_options.define_flags([name for name in names if name not in ("resume_changed", "requeue")])
+    runtime_options.define_flags([name for name in names if name != "requeue"])
     flags.FLAGS["workdir"].help = "Folder where each fit keeps its checkpoints; empty: nothing is kept."
     flags.FLAGS["resume"].help = "Continue with the calls of fit in --workdir, or never: set them aside."
     flags.DEFINE_integer("virtual_replicas", 0, "Slices of every batch; the same bits on any number of devices.")
@@ -95,12 +95,7 @@ def _parse(argv: list[str]) -> list[str]:
     command_line.parse_own([argv[0], *own])
     assert program is not None
     if not program.is_module and not os.path.isfile(program.name):
-        near = (
-            os.listdir(os.path.dirname(program.name) or ".")
-            if os.path.isdir(os.path.dirname(program.name) or ".")
-            else []
-        )
-        scripts = tuple(os.path.join(os.path.dirname(program.name), n) for n in near if n.endswith(".py"))
+        scripts = tuple(glob.glob(os.path.join(glob.escape(os.path.dirname(program.name)), "*.py")))
         raise UserError(f"there is no script {program.name!r}{field_syntax.suggest(program.name, scripts)}")
     return [argv[0], *program.command]
 
@@ -109,20 +104,20 @@ def _run(argv: Sequence[str]) -> int:
     program = split(argv[1:])[1]
     assert program is not None
     values = flags.FLAGS
-    launch = {name: values[name].value for name in _LAUNCH if values[name].value is not None}
-    fields = {name: values[name].value for name in values if name in runtime_options.HELP}
-    placement = PlacementOptions(**{n: v for n, v in fields.items() if n in runtime_options.names(PlacementOptions)})
-    resume = ResumeOptions(**{n: v for n, v in fields.items() if n in runtime_options.names(ResumeOptions)})
-    options = Options(
-        values.virtual_replicas, values.sync_batch_norm == "on", values.show, values.checkpoint_every, launch
-    )
+    launch: dict[str, str] = {name: str(values[name].value) for name in _LAUNCH if values[name].value is not None}
+    environment = runtime_options.from_flags(values)
+    if not environment.workdir:
+        for name in ("checkpoint_every", "resume", "resume_changed"):
+            if values[name].present:
+                raise UserError(f"--{name} is about what --workdir keeps", "give --workdir")
     if launch:
-        return _launched(launch, placement, program)
-    if options.virtual_replicas and placement.threads is None:
-        placement = dataclasses.replace(placement, threads=1)  # their number decides about the last bits
+        return _launched(launch, environment, program)
+    options = Options(values.virtual_replicas, values.sync_batch_norm == "on", values.show, values.checkpoint_every)
+    if options.virtual_replicas and environment.threads is None:
+        environment = dataclasses.replace(environment, threads=1)  # their number decides about the last bits
     from tfdist.run import script
 
-    return script.run(program, placement, resume, options)
+    return script.run(program, environment, options)
 
 
 def _launched(launch: dict[str, str], placement: PlacementOptions, program: Program) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import pathlib
 import runpy
@@ -17,7 +16,7 @@ from absl import flags
 
 from tfdist.config import messages, runtime_options
 from tfdist.config.messages import logger
-from tfdist.config.runtime_options import PlacementOptions, ResumeOptions
+from tfdist.config.runtime_options import Environment, PlacementOptions
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import PeerError, TrainingError, UserError
@@ -34,14 +33,16 @@ _NOT_DISTRIBUTED = (
 )
 
 
-def run(program: Program, placement: PlacementOptions, resume: ResumeOptions, options: Options) -> int:
+def run(program: Program, environment: Environment, options: Options) -> int:
     """Connects, runs the program under the strategy to its end, and returns its exit code."""
     messages.use_standard_error()
-    distribution = connect.connect(**dataclasses.asdict(placement))
+    distribution = connect.connect(
+        **{name: getattr(environment, name) for name in runtime_options.names(PlacementOptions)}
+    )
     replicas = f"{distribution.replicas} replica{'s' * (distribution.replicas > 1)}"
     logger.info(f"strategy {distribution.name}, because {distribution.reason}: {replicas}")
     with contextlib.ExitStack() as stack:
-        kept = stack.enter_context(KeptFits(distribution, resume, options.every)) if resume.workdir else None
+        kept = stack.enter_context(KeptFits(distribution, environment, options.every)) if environment.workdir else None
         patch = keras_patch.KerasPatch(
             distribution, options.sync_batch_norm, options.virtual_replicas, kept.call if kept else None
         )
