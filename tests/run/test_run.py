@@ -99,6 +99,7 @@ def test_ends_as_the_script_does(program, code, stdout, stderr, script, tmp_path
     (["--strateg=default", "train.py"], "Unknown command line flag 'strateg'"),
     ([], "there is no script to run: write tfdist run [flags] SCRIPT"),
     (["--nproc_per_node=2", "--strategy=horovod", "train.py"], "start it with horovodrun"),
+    (["--resume=never", "train.py"], "--resume is about what --workdir keeps: give --workdir"),
     (["--workdir=s3://bucket/run", "train.py"], "is a bucket, which keeps no calls of fit"),
 ])  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_line(arguments, message, script):

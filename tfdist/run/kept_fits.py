@@ -155,7 +155,7 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _name(thing: object) -> str:
-    return thing if isinstance(thing, str) else getattr(thing, "name", None) or getattr(thing, "__name__", str(thing))
+    return thing if isinstance(thing, str) else str(getattr(thing, "name", getattr(thing, "__name__", thing)))
 
 
 def _check_same(number: int, here: Mapping[str, str], there: Mapping[str, str]) -> None:

@@ -36,9 +36,8 @@ _NOT_DISTRIBUTED = (
 def run(program: Program, environment: Environment, options: Options) -> int:
     """Connects, runs the program under the strategy to its end, and returns its exit code."""
     messages.use_standard_error()
-    distribution = connect.connect(
-        **{name: getattr(environment, name) for name in runtime_options.names(PlacementOptions)}
-    )
+    where = {name: getattr(environment, name) for name in runtime_options.names(PlacementOptions)}
+    distribution = connect.connect(**where)
     replicas = f"{distribution.replicas} replica{'s' * (distribution.replicas > 1)}"
     logger.info(f"strategy {distribution.name}, because {distribution.reason}: {replicas}")
     with contextlib.ExitStack() as stack:
