@@ -11,7 +11,6 @@ import glob
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from absl import flags
 
@@ -19,31 +18,10 @@ from tfdist.config import field_syntax, runtime_options
 from tfdist.config.commands import command_line, help_page
 from tfdist.config.runtime_options import PlacementOptions, ResumeOptions
 from tfdist.errors import UserError
+from tfdist.run.program import Options, Program
 
 _LAUNCH = ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "max_restarts")
 _USAGE = "write tfdist run [flags] SCRIPT [arguments], or -m MODULE [arguments]"
-
-
-class Program(NamedTuple):
-    """What is run: a file, or a module with `-m`, and its own arguments."""
-
-    name: str
-    is_module: bool
-    arguments: tuple[str, ...]
-
-    @property
-    def command(self) -> list[str]:
-        """The program as it stands at the end of a command line."""
-        return [*(["-m"] if self.is_module else []), self.name, *self.arguments]
-
-
-class Options(NamedTuple):
-    """The flags of this command that are not shared with others."""
-
-    virtual_replicas: int
-    sync_batch_norm: bool
-    show: str
-    every: str
 
 
 def _define_flags() -> None:

@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -21,10 +20,8 @@ from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import PeerError, TrainingError, UserError
 from tfdist.run.kept_fits import KeptFits
+from tfdist.run.program import Options, Program
 from tfdist.trainer import keras_patch, worker_session
-
-if TYPE_CHECKING:
-    from tfdist.run.__main__ import Options, Program
 
 _MOST_FILES = 10_000  # written files that are compared over workers
 _NOT_DISTRIBUTED = (
