@@ -26,7 +26,7 @@ PAGES = [
     *sorted(ROOT.glob("docs/*.md")),
 ]
 COMMANDS = tuple(commands.COMMANDS)
-FOREIGN = {"signal": "sbatch, timeout", "logdir": "tensorboard", "dist": "pytest"}
+FOREIGN = {"epochs": "a script", "signal": "sbatch, timeout", "logdir": "tensorboard", "dist": "pytest"}
 """Flags of other programs that the pages show."""
 GROUPS = tuple(f.name for f in dataclasses.fields(Experiment) if f.name not in ("name", "seed"))
 PATH = re.compile(r"(?:tfdist|tests|docs|benchmarks|configs|flags|notebooks|deploy)/[\w./*-]*(?::[\w.]+)?")
