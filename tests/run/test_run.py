@@ -135,7 +135,16 @@ def test_a_call_that_has_changed_is_not_continued(script):
 
 @pytest.mark.faults
 def test_two_workers_train_as_one_and_name_files_that_both_write(script, tmp_path):
-    text = TRAIN.replace('print("weights"', 'open("notes.txt", "w"); model.save("m.keras")\n    print("weights"')
+    own = "tempfile.mkdtemp() + '/own.keras'"  # a folder of each worker's own, as KerasTuner has
+    more = f"""
+    open("notes.txt", "w").close()
+    for path in "m.keras", {own}:
+        model.save(path)
+        assert keras.models.load_model(path).count_params() == model.count_params()
+    assert tf.distribute.get_strategy().extended.should_checkpoint
+    print("weights\""""
+    text = TRAIN.replace('\n    print("weights"', more).replace("import argparse", "import tempfile, argparse")
+    text = text.replace("import keras,", "import tensorflow as tf, keras,")
     (tmp_path / "train.py").write_text(text)
     alone, both = script("--strategy=default"), script("--nproc_per_node=2")
     assert both.returncode == 0, both.stderr

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
+import pathlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.checkpoints import files
 from tfdist.config.messages import logger
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
@@ -26,7 +29,10 @@ _METHODS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     }
 )
 _TRAINING = ("fit", "train_on_batch")
-_FILES = ("save", "save_weights", "export")
+_WRITERS = (
+    *((keras.Model, name) for name in ("save", "save_weights", "export")),
+    *((module, "save_model") for module in (keras.saving, keras.models)),
+)
 _STRATEGIES = ("MirroredStrategy", "MultiWorkerMirroredStrategy")
 
 
@@ -64,8 +70,10 @@ class KerasPatch:
             self._replace(trainer, name, self._method(getattr(trainer, name), ours))
         self._undo.enter_context(keras_internals.variables_as_numbers())
         if self.distribution.workers > 1:
-            for name in _FILES:
-                self._replace(keras.Model, name, self._on_chief(getattr(keras.Model, name)))
+            # A library that asks, as KerasTuner does, must not write into a folder that it removes at once.
+            self._replace(type(self.distribution.strategy.extended), "should_checkpoint", True)
+            for owner, name in _WRITERS:
+                self._replace(owner, name, self._written_once(getattr(owner, name)))
         for module in tf.distribute, tf.distribute.experimental:
             for name in filter(functools.partial(hasattr, module), _STRATEGIES):
                 self._replace(module, name, self._running(getattr(module, name)))
@@ -112,23 +120,36 @@ class KerasPatch:
 
         return Meta(original.__name__, (original,), {"__new__": new, "__doc__": original.__doc__})
 
-    def _on_chief(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a method that writes on the chief, while the other workers wait until the file is there."""
+    def _written_once(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that writes a model to a file on the chief, while the others wait until it is there.
+
+        A worker writes by itself where its path is another, in a temporary folder of its own say, and the first one of
+        another host where the chief's file is not on its disk.
+        """
         peers = self.distribution.peers
 
         @functools.wraps(theirs)
         @keras_internals.outside_scope()
-        def method(model: keras.Model, *args: Any, **options: Any) -> Any:
-            if peers.is_apart:  # in a callback of the chief alone
-                return theirs(model, *args, **options)
-            result = None
+        def write(model: keras.Model, filepath: str | os.PathLike, *args: Any, **options: Any) -> Any:
+            path, name = pathlib.Path(filepath).absolute(), theirs.__name__
+            if peers.is_apart or len(set(peers.gather(f"{name}()", str(path)))) > 1:
+                return theirs(model, filepath, *args, **options)
+            hosts = peers.hosts
+            result, content = None, None
             if self.distribution.is_chief:
                 with peers.during("saving"):
-                    result = theirs(model, *args, **options)
-            peers.gather(f"model.{theirs.__name__}")
+                    result = theirs(model, filepath, *args, **options)
+                    content = _content(path) if len(set(hosts)) > 1 else None
+            content = peers.gather(f"the file of {name}()", content)[0]
+            if content is not None:
+                first = hosts.index(hosts[peers.rank]) == peers.rank
+                if first and not self.distribution.is_chief and _content(path) != content:
+                    with peers.during("saving"):
+                        result = theirs(model, filepath, *args, **options)
+                peers.gather(f"the files of {name}()")
             return result
 
-        return method
+        return write
 
     def _method(self, theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
         signature, name = inspect.signature(theirs), theirs.__name__
@@ -176,6 +197,12 @@ class KerasPatch:
         if told not in self._warned:
             self._warned.add(told)
             logger.info(told)
+
+
+def _content(path: pathlib.Path) -> list[list[str]]:
+    """Returns the files of a path, a folder or a single one, with their SHA-256."""
+    names = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return [[name.name, files.checksum(name)["sha256"]] for name in names if name.is_file()]
 
 
 _INSTALLED: list[KerasPatch] = []  # one at most
