@@ -77,9 +77,9 @@ def test_the_api_measures_what_keras_measures(connect):
 def test_they_are_exchanged_bit_for_bit_on_every_replica(replicas, connect):
     distribution = connect(replicas)
     made, _ = train(distribution, 1, evaluate_ema=False)
-    optimizer, rng = made.optimizer, np.random.default_rng(0)
-    copies = [c for v in made.trainable_variables for c in keras_internals.copies(v)]
-    others = [c for v in keras_internals.weight_averages(optimizer) for c in keras_internals.copies(v)]
+    optimizer, weights, rng = made.optimizer, made.trainable_variables, np.random.default_rng(0)
+    copies = [c for v in weights for c in keras_internals.copies(v)]
+    others = [c for v in keras_internals.weight_averages(optimizer, weights) for c in keras_internals.copies(v)]
     for copy in [*copies, *others]:  # each replica another, with what arithmetic would not bring back
         copy.assign(rng.normal(size=copy.shape) * 10.0 ** rng.integers(-30, 30, copy.shape))
     before = [c.numpy() for c in copies], [c.numpy() for c in others]

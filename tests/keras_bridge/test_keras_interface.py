@@ -667,6 +667,17 @@ def test_averages_of_an_optimizer_within_another_are_refused(connect):
         fit(model, connect(1))
 
 
+def test_an_optimizer_that_was_built_for_other_weights(connect):
+    with connect(1).scope():
+        model = training_cases.dense()
+        model.layers[1].trainable = False
+        fit(training_cases.compiled(model), connect(1))
+        model.layers[1].trainable = True
+        training_cases.compiled(model, model.optimizer)
+    with pytest.raises(tfdist.UserError, match=r"'adam.*' was built for other weights, .*: give compile\(\) a new one"):
+        fit(model, connect(1))
+
+
 def test_a_loss_that_reaches_no_weight(connect):
     inputs = keras.Input((4, 4, 1))
     model = keras.Model(inputs, keras.ops.stop_gradient(L.Dense(5)(L.Flatten()(inputs))))

@@ -219,7 +219,7 @@ def test_averages_of_the_weights():
     """Else `use_ema` would average nothing."""
     optimizer, variable = keras.optimizers.SGD(use_ema=True), keras.Variable([1.0, 2.0])
     optimizer.build([variable])
-    (average,) = keras_internals.weight_averages(optimizer)
+    (average,) = keras_internals.weight_averages(optimizer, [variable])
     assert average.shape == variable.shape and any(v is average for v in optimizer.variables)
 
 

@@ -22,7 +22,7 @@ def add(
       before: batches before this one, an integer scalar. As in Keras, each counts, also those that are accumulated.
       updated: bool scalar, False where the update was skipped, or None.
     """
-    averages = keras_internals.weight_averages(optimizer)
+    averages = keras_internals.weight_averages(optimizer, variables)
     updates = before // (optimizer.gradient_accumulation_steps or 1)
     for variable, average in zip(variables, averages):
         momentum = tf.where(
@@ -62,7 +62,7 @@ def constrain(constraints: Constraints, variables: Sequence[keras.Variable], upd
 def finalize(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
     """Ends a training with the averaged weights, as Keras' `fit` does; in cross-replica context."""
     if _has_average(optimizer):
-        for variable, average in zip(variables, keras_internals.weight_averages(optimizer)):
+        for variable, average in zip(variables, keras_internals.weight_averages(optimizer, variables)):
             variable.assign(tf.convert_to_tensor(average.value))
 
 
@@ -89,7 +89,7 @@ def _has_average(optimizer: keras.optimizers.Optimizer) -> bool:
 
 def _exchange(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
     """Puts weights and averages in each other's place, one at a time, so that hardly any memory is needed."""
-    for variable, average in zip(variables, keras_internals.weight_averages(optimizer)):
+    for variable, average in zip(variables, keras_internals.weight_averages(optimizer, variables)):
         for one, other in zip(keras_internals.copies(variable), keras_internals.copies(average)):
             kept = one.read_value()
             one.assign(other.read_value())

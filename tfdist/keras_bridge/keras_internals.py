@@ -31,6 +31,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import custom_gradient, gen_math_ops
 
 from tfdist.data.structures import Structure
+from tfdist.errors import UserError
 
 if TYPE_CHECKING:
     from keras.src.trainers.compile_utils import CompileLoss
@@ -404,12 +405,24 @@ counter = operator.attrgetter("_iterations")
 """The variable in which an optimizer counts batches; in public, `iterations` are divided where it accumulates them."""
 accumulators = operator.attrgetter("_accumulated_gradients")
 """An optimizer's sums of gradients, one for each variable, which `optimizer.variables` has without a name."""
-weight_averages = operator.attrgetter("_model_variables_moving_average")
-"""An optimizer's moving averages of the weights, one each; in public they can only replace the weights for good."""
 adam_slots = operator.attrgetter("_momentums", "_velocities")
 """The first and the second moments of Adam, one for each variable, which `optimizer.variables` has without a name."""
 optimized_variables = operator.attrgetter("_trainable_variables")
 """The weights that an optimizer was built for; in public it tells only its own variables."""
+
+
+def places(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> list[int]:
+    """Returns where the slots of these weights are among those of an optimizer, which may have been built for more."""
+    try:
+        return [optimizer._get_variable_index(variable) for variable in variables]
+    except KeyError:
+        what = f"optimizer {optimizer.name!r} was built for other weights, and has no state for those to train now"
+        raise UserError(what, "give compile() a new one") from None
+
+
+def weight_averages(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+    """Returns the moving averages of these weights; in public they can only replace the weights for good."""
+    return [optimizer._model_variables_moving_average[i] for i in places(optimizer, variables)]
 
 
 def decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:

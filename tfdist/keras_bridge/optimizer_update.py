@@ -103,6 +103,7 @@ class OwnedOptimizer:
         self.base = base = inner_optimizer(optimizer)
         self._factors = {keras_internals.variable_key(base, v): f for v, f in zip(variables, factors)}
         self.is_fused = is_fused(optimizer)
+        self._places = keras_internals.places(base, variables) if self.is_fused else []
         self.averages = base.use_ema  # whether it keeps moving averages of the weights
         self.constraints: ema.Constraints = {}  # those that Keras is kept from
 
@@ -184,7 +185,8 @@ class OwnedOptimizer:
         optimizer, counter = self.base, keras_internals.counter(self.base).value
         before = tf.identity(counter)
         if steps := optimizer.gradient_accumulation_steps:
-            sums = keras_internals.accumulators(optimizer)
+            accumulators = keras_internals.accumulators(optimizer)
+            sums = [accumulators[i] for i in self._places]
             totals = [None if g is None else tf.cast(g, s.dtype) + s for g, s in zip(grads, sums)]
 
             def add() -> tf.Tensor:
@@ -195,7 +197,7 @@ class OwnedOptimizer:
 
             def update() -> tf.Tensor:
                 self._update([None if t is None else t / steps for t in totals], variables, after)
-                for accumulator in sums:
+                for accumulator in accumulators:
                     _write(accumulator, tf.zeros(accumulator.shape, accumulator.dtype))
                 return tf.constant(0)
 
@@ -215,7 +217,7 @@ class OwnedOptimizer:
         optimizer = self.base
         grads = clip(optimizer, grads)
         rate = tf.convert_to_tensor(optimizer.learning_rate)
-        triples = [(i, g, v) for i, (g, v) in enumerate(zip(grads, variables)) if g is not None]
+        triples = [(i, g, v) for i, g, v in zip(self._places, grads, variables) if g is not None]
         for _, _, variable in triples:
             if optimizer.weight_decay is not None and keras_internals.decays(optimizer, variable):
                 exact = _exact(variable.value.dtype)

@@ -62,6 +62,11 @@ def frozen_below():
     return model
 
 
+def frozen_now(model):
+    model.layers[0].trainable = False
+    return compiled(model, optimizer=model.optimizer)
+
+
 def embedded():
     return keras.Sequential([keras.Input((5,), dtype="int32"), L.Embedding(12, 4), L.Flatten(), L.Dense(5)])
 
@@ -158,6 +163,7 @@ PROGRAMS = [
     trained("OrthogonalRegularizer", lambda: optimizers.SGD(0.1),
             lambda: dense(kernel_regularizer=keras.regularizers.OrthogonalRegularizer(0.05))),
     trained("frozen layers", lambda: optimizers.AdamW(1e-2), frozen_below),
+    trained("frozen layers, and the optimizer that trained them", lambda: optimizers.Adam(1e-2), then=(frozen_now,)),
     trained("sparse gradients", lambda: optimizers.Adam(1e-2), embedded, of_tokens),
     trained("sparse gradients, clipped", lambda: optimizers.SGD(0.5, global_clipnorm=0.05), embedded, of_tokens),
 ]  # fmt: skip
