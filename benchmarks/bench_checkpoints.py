@@ -26,12 +26,11 @@ TARGETS = {"digits": 0.01, "cnn": 0.01, "wide": 0.03}
 
 
 def digits():
-    from tfdist import config
-    from tfdist.config import schedule
+    from tfdist.config import default_experiment, schedule
     from tfdist.data.datasets import registry
     from tfdist.models import build as models
 
-    experiment = config.Experiment()
+    experiment = default_experiment.get_config()
     data = registry.load(experiment)
     model = models.build(experiment, data.spec)
     schedule.make(experiment, data.examples, 1)

@@ -22,10 +22,18 @@ def get_config(what: str = "tune") -> Experiment:
     experiment = Experiment(
         name="fine_tune" if what == "tune" else f"fine_tune_{what}",
         data=Data(name=DIGITS, options="first=0, last=4" if what == "base" else "first=5, last=9, each=3"),
-        optimizer=Optimizer(learning_rate=0.02, warmup="5%"),
+        model=Model(name="cnn"),
+        optimizer=Optimizer(
+            name="sgd",
+            learning_rate=0.02,
+            schedule="cosine",
+            warmup="5%",
+            weight_decay=0.02,
+            options="momentum=0.9, nesterov=True",
+        ),
         train=Train(epochs=30, batch_size=32, label_smoothing=0.0),
     )
     if what == "tune":
-        experiment.model = Model(weights=BASE, freeze="conv2d, batch_normalization")
+        experiment.model = Model(name="cnn", weights=BASE, freeze="conv2d, batch_normalization")
         experiment.optimizer.layer_rates = "conv2d_1=0.3, head=3"
     return experiment

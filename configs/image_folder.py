@@ -19,10 +19,10 @@ def get_config() -> Experiment:
             eval_split="train[90%:]",
             image_size="64",
             augment="resized_crop(0.35), flip, color(0.2)",
-            broken="skip",
+            on_error="skip",
         ),
         model=Model(name="conv_bn"),
-        optimizer=Optimizer(name="adamw", learning_rate=2e-3, warmup="5%", weight_decay=0.05, options=""),
+        optimizer=Optimizer(name="adamw", learning_rate=2e-3, schedule="cosine", warmup="5%", weight_decay=0.05),
         train=Train(epochs=20, batch_size=64, label_smoothing=0.1),
         checkpoint=Checkpoint(best="val_accuracy"),
     )

@@ -22,12 +22,15 @@ def get_config() -> Experiment:
         ),
         model=Model(name="ResNet50"),
         optimizer=Optimizer(
+            name="sgd",
             learning_rate=0.1,
             base_batch=256,
             scale_learning_rate="linear",
+            schedule="cosine",
             warmup="5 epochs",
             weight_decay=1e-3,
             decay_exclude="bias, gamma, beta",
+            options="momentum=0.9, nesterov=True",
         ),
         train=Train(epochs=90, batch_size=1024, precision="mixed_bfloat16", label_smoothing=0.1),
     )

@@ -16,6 +16,6 @@ def get_config() -> Experiment:
         name="stdlib_chars",
         data=Data(name="stdlib_text", options="length=64, examples=4096"),
         model=Model(name="char_transformer", options="width=64, heads=4, depth=2"),
-        optimizer=Optimizer(name="adam", learning_rate=3e-3, warmup="5%", weight_decay=0.0, clip_norm=1.0, options=""),
-        train=Train(epochs=8, batch_size=96, label_smoothing=0.0),
+        optimizer=Optimizer(name="adam", learning_rate=3e-3, schedule="cosine", warmup="5%", clip_norm=1.0),
+        train=Train(epochs=8, batch_size=96),
     )

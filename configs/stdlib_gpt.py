@@ -18,6 +18,7 @@ def get_config() -> Experiment:
         optimizer=Optimizer(
             name="adamw",
             learning_rate=2e-3,
+            schedule="cosine",
             warmup="5%",
             weight_decay=0.1,
             decay_exclude="bias, gamma, beta",

@@ -13,6 +13,6 @@ def get_config() -> Experiment:
         name="synthetic_cnn",
         data=Data(name="synthetic", options="examples=4096, shape=(32, 32, 3), classes=10, noise=2.0"),
         model=Model(name="conv_bn"),
-        optimizer=Optimizer(name="adam", learning_rate=1e-3, weight_decay=0.0, options=""),
-        train=Train(epochs=3, batch_size=96, label_smoothing=0.0),
+        optimizer=Optimizer(name="adam", learning_rate=1e-3, schedule="cosine", warmup="2 epochs"),
+        train=Train(epochs=3, batch_size=96),
     )

@@ -23,6 +23,6 @@ def get_config() -> Experiment:
             eval_split="train[80%:]",
         ),
         model=Model(name="table_mlp"),
-        optimizer=Optimizer(name="adamw", learning_rate=3e-3, warmup="5%", weight_decay=0.01, options=""),
-        train=Train(epochs=60, batch_size=32, label_smoothing=0.0),
+        optimizer=Optimizer(name="adamw", learning_rate=3e-3, schedule="cosine", warmup="5%", weight_decay=0.01),
+        train=Train(epochs=60, batch_size=32),
     )

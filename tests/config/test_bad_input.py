@@ -96,7 +96,7 @@ mirrored => unexpected argument 'mirrored': flags are written --name=value
 --config.train.epochs=-1 => train.epochs must not be negative, got -1
 --config.train.epochs=0 => give either train.epochs or train.steps and 0 for the other, got 0 and 0
 --config.train.steps=5 => give either train.epochs or train.steps and 0 for the other, got 30 and 5
---config.optimizer.learning_rate=0 => optimizer.learning_rate must be positive, got 0
+--config.optimizer.learning_rate=-1 => optimizer.learning_rate must not be negative, got -1
 --config.optimizer.ema_momentum=1 => optimizer.ema_momentum must be in [0, 1), got 1
 --config.optimizer.layer_rates=head => optimizer.layer_rates='head' is not understood: write name=value
 --config.optimizer.layer_rates=head=big => head in optimizer.layer_rates must be a number, got 'big'
@@ -158,6 +158,8 @@ mirrored => unexpected argument 'mirrored': flags are written --name=value
 --config.optimizer.scale_learning_rate=cubic => unknown optimizer.scale_learning_rate 'cubic'
 --config.optimizer.scale_learning_rate=linear =>
     optimizer.scale_learning_rate=linear and optimizer.base_batch=0 do not go together
+--config.optimizer.learning_rate=0 --config.optimizer.base_batch=32 --config.optimizer.scale_learning_rate=linear =>
+    optimizer.base_batch=32 is the batch that optimizer.learning_rate is for: set both
 --config.optimizer.base_batch=32 => optimizer.scale_learning_rate=none and optimizer.base_batch=32 do not go together
 --config.optimizer.base_batch=-1 => optimizer.base_batch
 --strategy=tpu => --strategy=tpu cannot run here: TensorFlow
@@ -285,6 +287,8 @@ WITH_TENSORFLOW = cases("""
     optimizer.options='speed=3' does not fit sgd: Argument(s) not recognized: {'speed': 3}
 --config.optimizer.name=mine:optimizer --config.optimizer.options= --config.optimizer.weight_decay=0 =>
     must return a Keras optimizer, got str
+--config.optimizer.name=mine:optimizer --config.optimizer.learning_rate=0 =>
+    optimizer.name='mine:optimizer' has no learning rate by default: set optimizer.learning_rate
 --config.optimizer.warmup=soon => optimizer.warmup='soon' is not a duration: write 100 steps, 2 epochs
 '--config.optimizer.warmup=30 epochs' => optimizer.warmup='30 epochs' is 900 updates of 900: leave some for training
 --config.optimizer.schedule=step --config.optimizer.schedule_options=boundaries=soon =>

@@ -70,7 +70,7 @@ def test_durations_beyond_all_counting(text):
 def test_a_run_of_too_many_updates():
     e = config.Experiment()
     e.train.epochs = 10**12
-    assert "are 3,000,000,000,000 updates of 48 examples, more than 1,000," in refused(schedule.make, e, 144, 1)
+    assert "are 5,000,000,000,000 updates of 32 examples, more than 1,000," in refused(schedule.make, e, 144, 1)
 
 
 @pytest.mark.parametrize("field", ["threads", "virtual_devices"])

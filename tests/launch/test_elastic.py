@@ -351,7 +351,7 @@ def test_what_does_not_go_with_a_range_of_nodes(arguments, environ, message, pla
         ({"batch_size": 0}, False, "--nnodes=2:4 keeps to one global batch, and train.batch_size=auto looks for one"),
         ({"batch_size": 3}, False, "may become 4 workers, too many for train.batch_size=3: use at least 4, or fewer"),
         ({"accumulate": 13}, False,
-         "may become 4 workers, too many for train.batch_size=48: use at least 52, or fewer"),
+         "may become 4 workers, too many for train.batch_size=32: use at least 52, or fewer"),
         ({"virtual_replicas": 3}, False,
          "may become 4 workers, too many for train.virtual_replicas=3: use at least 4, or fewer nodes"),
         (None, False, "--nnodes=2:4 needs checkpoints to go on from, and checkpoint.every=off: set it to a time"),

@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.summary.writer import event_file_writer
 
 import tfdist
-from tfdist.config import Experiment, schedule
+from tfdist.config import Experiment, default_experiment, schedule
 from tfdist.distributed import gpus
 from tfdist.errors import UserError
 from tfdist.monitoring import flops, monitors, progress
@@ -256,7 +256,7 @@ def test_a_disk_that_fills_up_ends_tensorboard_alone(tmp_path, said, monkeypatch
     assert not printed.called and threading.excepthook is printed
 
 
-PLAN = schedule.make(Experiment(), 1437, 1)
+PLAN = schedule.make(default_experiment.get_config(), 1437, 1)
 
 
 def recorder(**values):

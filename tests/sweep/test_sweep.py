@@ -14,13 +14,13 @@ import pytest
 from conftest import REPOSITORY
 from support import many_commands
 
-from tfdist import config
 from tfdist.checkpoints import integrity
 from tfdist.compare import trial
+from tfdist.config import default_experiment
 from tfdist.errors import UserError
 from tfdist.sweep import results, runner, space
 
-BASE = config.Experiment()
+BASE = default_experiment.get_config()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_is_asked_for(text, fields):
         ("optimizer.learning_rate=fast", "must be a number, got 'fast'"),
         ("data.augment=crop(4", r"\) is missing in"),
         ("data.augment='flip", "' is missing in"),
-        ("optimizer.learning_rate=0.1,-1", "with optimizer.learning_rate=-1.0: optimizer.learning_rate must be posit"),
+        ("optimizer.learning_rate=0.1,-1", "with optimizer.learning_rate=-1.0: optimizer.learning_rate must not be "),
         ("seed=" + ",".join(map(str, range(1001))), "more than 1000 experiments"),
         ("optimizer.learning_rate=log:1e-4:1e-1",
          "learning_rate=... gives a range, which has no grid: say how many runs"),
@@ -78,7 +78,7 @@ def test_ranges():
     fields = space.parse("optimizer.learning_rate=log:1e-4:1e-1; train.batch_size=uniform:16:64")
     assert list(fields.values()) == [space.Range(1e-4, 0.1, True), space.Range(16, 64, False)]
     space.check(fields, BASE)
-    with pytest.raises(UserError, match=r"with optimizer.learning_rate=-1.0: optimizer.learning_rate must be pos"):
+    with pytest.raises(UserError, match=r"with optimizer.learning_rate=-1.0: optimizer.learning_rate must not"):
         space.check(space.parse("optimizer.learning_rate=uniform:-1:1"), BASE)
 
 

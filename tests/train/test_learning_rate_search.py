@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tfdist import config
-from tfdist.config import runtime_options, schedule
+from tfdist.config import default_experiment, runtime_options, schedule
 from tfdist.data.datasets import registry
 from tfdist.errors import TrainingError, UserError
 from tfdist.models import build as models
@@ -93,7 +93,7 @@ def test_smoothing_and_the_end():
 
 
 def test_the_plan_is_that_of_the_run_with_other_rates():
-    before = schedule.make(config.Experiment(), 1437, 2)
+    before = schedule.make(default_experiment.get_config(), 1437, 2)
     plan = rate_search.plan(before)
     assert (plan.updates, plan.warmup, plan.rate) == (200, 0, 1e-6)
     assert (plan.global_batch, plan.replicas, plan.updates_per_epoch) == (48, 2, 30)

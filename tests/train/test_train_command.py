@@ -12,9 +12,8 @@ import pytest
 from conftest import REPOSITORY
 
 import tfdist
-from tfdist import config
 from tfdist.checkpoints import run_folder
-from tfdist.config import schedule
+from tfdist.config import default_experiment, schedule
 from tfdist.errors import UserError
 from tfdist.monitoring import progress
 
@@ -108,7 +107,7 @@ def test_configs_run(name, run, tmp_path):
 def test_the_default_is_the_digits_config():
     scope = {}
     exec((REPOSITORY / "configs" / "digits.py").read_text(), scope)
-    assert scope["get_config"]() == config.Experiment()
+    assert scope["get_config"]() == default_experiment.get_config()
 
 
 def test_flagfiles_hold_environment_flags_only(run):
@@ -187,7 +186,7 @@ def test_durations(text, updates):
 
 
 def test_a_plan_by_steps():
-    e = config.Experiment()
+    e = default_experiment.get_config()
     e.train.epochs, e.train.steps = 0, 70
     p = schedule.make(e, 1437, 2)
     assert (p.updates, p.epochs, p.updates_per_epoch) == (70, 3, 30)

@@ -5,7 +5,7 @@ import math
 import re
 from typing import NamedTuple
 
-from tfdist.config import Experiment, Optimizer
+from tfdist.config import Experiment, default_experiment
 from tfdist.config.field_syntax import LARGEST, schedule_options
 from tfdist.config.messages import logger
 from tfdist.errors import UserError
@@ -93,7 +93,9 @@ def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
         raise UserError(f"eval.every={experiment.eval.every!r} is not a whole number of epochs of {per_epoch} updates")
     optimizer, requested = experiment.optimizer, experiment.optimizer.warmup
     warmup = duration("optimizer.warmup", requested, per_epoch, train.batch_size, updates)
-    if warmup >= updates and requested == Optimizer().warmup:  # the default, which a short run cannot have
+    if (
+        warmup >= updates and requested == default_experiment.get_config().optimizer.warmup
+    ):  # a short run cannot have it
         warmup = updates // 10
         logger.info(f"the warm-up is {warmup} of {updates} updates: optimizer.warmup={requested!r} would leave none")
     # `linear` as in Goyal et al. (2017), `sqrt` as in Krizhevsky (2014).

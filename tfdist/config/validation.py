@@ -26,10 +26,10 @@ LONGEST_NAME = 200  # bytes; file systems take 255 in the name of a folder, with
 _FROM_ONE = ("eval.batch_size", "train.accumulate", "train.max_rollbacks", "checkpoint.keep")
 _FROM_ZERO = (
     "train.epochs", "train.steps", "train.steps_per_call", "train.virtual_replicas", "train.patience",
-    "train.batch_size", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.base_batch",
+    "train.batch_size", "optimizer.learning_rate", "optimizer.weight_decay", "optimizer.clip_norm",
+    "optimizer.base_batch",
 )  # fmt: skip
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("optimizer.learning_rate", lambda value: value > 0, "positive"),
     ("optimizer.layer_decay", lambda value: 0 < value <= 1, "in (0, 1]"),
     ("optimizer.ema_momentum", lambda value: 0 <= value < 1, "in [0, 1)"),
     ("train.label_smoothing", lambda value: 0 <= value < 1, "in [0, 1)"),
@@ -101,6 +101,9 @@ def _combinations(experiment: Experiment) -> None:
         scaling, batch = optimizer.scale_learning_rate, optimizer.base_batch
         what = f"optimizer.scale_learning_rate={scaling} and optimizer.base_batch={batch} do not go together"
         raise UserError(what, "give the batch that the learning rate is for, or neither")
+    if optimizer.base_batch and not optimizer.learning_rate:
+        what = f"optimizer.base_batch={optimizer.base_batch} is the batch that optimizer.learning_rate is for"
+        raise UserError(what, "set both")
     if train.on_nonfinite == "rollback" and experiment.checkpoint.every == "off":
         raise UserError(
             "train.on_nonfinite=rollback goes back to a checkpoint: it cannot be used with checkpoint.every=off"

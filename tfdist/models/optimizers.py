@@ -1,7 +1,9 @@
 """The optimizer of an experiment: name, schedule, clipping, averaging."""
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -21,8 +23,7 @@ _CLASSES = {name.lower(): name for name in dir(keras.optimizers) if name[0].isup
 def build(experiment: config.Experiment, plan: Plan) -> keras.optimizers.Optimizer:
     """Builds the Keras optimizer; call it inside the strategy's scope."""
     wanted = experiment.optimizer
-    options: dict[str, Any] = {"learning_rate": rate(experiment, plan)}
-    options |= field_syntax.options("optimizer.options", wanted.options)
+    options: dict[str, Any] = field_syntax.options("optimizer.options", wanted.options)
     if wanted.weight_decay:
         options["weight_decay"] = wanted.weight_decay
     if wanted.clip_norm:
@@ -36,6 +37,9 @@ def build(experiment: config.Experiment, plan: Plan) -> keras.optimizers.Optimiz
     else:
         what = f"optimizer.name={wanted.name!r} needs a newer Keras than {keras.__version__}"
         raise UserError(what, "upgrade it")
+    if not plan.rate:
+        plan = dataclasses.replace(plan, rate=_own_rate(function, wanted.name))
+    options["learning_rate"] = rate(experiment, plan)
     try:
         optimizer = user_functions.call("optimizer.options", function, options)
     except (TypeError, ValueError) as error:  # Keras' optimizers take **kwargs and complain by themselves
@@ -43,6 +47,14 @@ def build(experiment: config.Experiment, plan: Plan) -> keras.optimizers.Optimiz
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UserError(f"optimizer.name={wanted.name!r} must return a Keras optimizer, got {type(optimizer).__name__}")
     return optimizer
+
+
+def _own_rate(function: Callable[..., object], name: str) -> float:
+    """Returns the learning rate that an optimizer has by default."""
+    parameter = inspect.signature(function).parameters.get("learning_rate")
+    if parameter is None or not isinstance(parameter.default, (int, float)):
+        raise UserError(f"optimizer.name={name!r} has no learning rate by default", "set optimizer.learning_rate")
+    return parameter.default
 
 
 def exclude(model: keras.Model, wanted: config.Optimizer) -> None:

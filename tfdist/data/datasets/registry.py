@@ -104,19 +104,9 @@ def load_data(
     Raises:
       UserError: whatever the command would refuse.
     """
-    data = config.Data(
-        name=name,
-        train_split=train_split,
-        eval_split=eval_split,
-        data_dir=os.fspath(data_dir),
-        cache=cache,
-        options=options,
-        image_size=str(image_size),
-        resize=resize,
-        augment=augment,
-        on_error=on_error,
-    )
-    experiment = config.Experiment(seed=seed, data=data)
+    fields = dict(locals(), data_dir=os.fspath(data_dir), image_size=str(image_size))
+    del fields["batch_size"], fields["seed"]
+    experiment = config.Experiment(seed=seed, data=config.Data(**fields))
     experiment.train.batch_size = experiment.eval.batch_size = batch_size
     loaded = load(validation.validate(experiment))
     if loaded.train.mixes and loaded.spec.classes:
