@@ -1,9 +1,13 @@
 """The checksums by which workers notice that they have read other batches."""
 
+import functools
+
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdist
 from tfdist.data import batches
 from tfdist.data.batch_layout import Layout
 from tfdist.data.batches import BatchFeed
@@ -88,3 +92,32 @@ def test_a_lone_worker_looks_at_nothing():
     feed = feed_of(data(3))
     next(feed.next(0, 1).feed[0])
     assert feed.digest(1) == ""
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("loss", ["mse", lambda y, x: keras.ops.mean(keras.ops.square(y - x))])
+def test_a_batch_without_rows_is_an_update_without_a_gradient(connect, replicas, loss):
+    """As in Keras, momentum goes on; one that makes the mean of nothing NaN is asked for no loss."""
+    whole = tf.data.Dataset.from_tensor_slices((X, X[:, :1], X[:, 1] ** 2)).batch(8)
+    empty = whole.take(1).map(lambda *columns: tuple(column[:0] for column in columns))
+    dataset = empty.concatenate(whole.take(1)).concatenate(empty).concatenate(whole.skip(1)).concatenate(empty)
+    if loss != "mse":
+        dataset = dataset.map(lambda x, y, weight: (x, y))
+
+    def results(fit, evaluate, predict, scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            norm = keras.layers.BatchNormalization(synchronized=True)
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), norm, keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, metrics=["mae"], weighted_metrics=["mse"])
+        logs = fit(model, dataset, epochs=2, verbose=0).history
+        logs |= evaluate(model, dataset, verbose=0, return_dict=True)
+        if loss != "mse":
+            del logs["loss"]
+        return [*logs.values(), predict(model, dataset.map(lambda x, *_: x), verbose=0), *model.get_weights()]
+
+    kinds = "fit", "evaluate", "predict"
+    theirs = results(*(getattr(keras.Model, kind) for kind in kinds), connect(1).scope())
+    ways = [functools.partial(getattr(tfdist, kind), distribution=connect(replicas)) for kind in kinds]
+    for ours, of_keras in zip(results(*ways, connect(replicas).scope()), theirs, strict=True):
+        np.testing.assert_allclose(ours, of_keras, rtol=2e-5, atol=2e-6)

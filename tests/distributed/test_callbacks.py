@@ -88,7 +88,7 @@ def test_a_shuffle_without_a_seed_is_refused(world, name, where):
     assert chief.endswith("if any, alike on all workers")
 
 
-@pytest.mark.parametrize("name", ["seeded", "of unknown length"])
+@pytest.mark.parametrize("name", ["seeded", "of unknown length", "with a batch without rows"])
 def test_a_shuffle_with_a_seed_is_that_of_one_device(world, name, connect):
     chief, other = (worker[name] for worker in scene(world, "shuffled"))
     assert chief.tobytes() == other.tobytes()

@@ -193,6 +193,9 @@ def shuffled(distribution, folder, names=None):
         "of unknown length": lambda model: fit(
             model, batches(7).filter(lambda x, y: True), distribution=distribution, epochs=3, verbose=0
         ),
+        "with a batch without rows": lambda model: fit(
+            model, batches(7).concatenate(batches(7).map(lambda x, y: (x[:0], y[:0]))), distribution=distribution
+        ),
         "augmented": lambda model: fit(model, batches(7, True), distribution=distribution, epochs=2, verbose=0),
     }.items():
         if names and name not in names:

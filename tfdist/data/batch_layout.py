@@ -276,7 +276,7 @@ def fetch(feed: tuple, i: tf.Tensor, layout: Layout) -> tuple:
 
 
 def own_rows(batch: tuple, layout: Layout) -> tuple:
-    """Takes this worker's rows of a global batch inside a data set; at least one, for replicas that have none.
+    """Takes this worker's rows of a global batch inside a data set; one, if there is any, for replicas without.
 
     Returns them and the number of examples of the whole batch.
     """
@@ -288,7 +288,7 @@ def own_rows(batch: tuple, layout: Layout) -> tuple:
         count = tf.identity(count)
     ranges = [layout.of_worker(count, micro) for micro in range(layout.accumulate)]
     rows = tf.concat([tf.range(own.start, own.start + own.size) for own in ranges], 0)
-    rows = tf.cond(tf.size(rows) > 0, lambda: rows, lambda: tf.zeros([1], tf.int32))
+    rows = tf.cond(tf.size(rows) > 0, lambda: rows, lambda: tf.zeros([tf.minimum(count, 1)], tf.int32))
     return keras.tree.map_structure(lambda t: tf.gather(t, rows), batch), count
 
 

@@ -26,6 +26,7 @@ from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 
 _ROWS, _ENTRIES = 64, 1024  # rows of a batch, and entries of each, that a checksum looks at, about
+_EMPTY = 8  # batches, from the first on, of which one must have rows
 _FACTOR = 0x1E3779B97F4A7C15  # Odd, with many bits set
 
 
@@ -119,12 +120,14 @@ class Batches(Source):
         return BatchFeed(self, layout, once=True)
 
     def first_batch(self) -> tuple:
-        """Returns the first global batch; a data set that shuffles anew when it is read is one order further then."""
+        """Returns the first global batch with rows; a data set that shuffles anew when read is one order further."""
         if self.reader.first is not None:
             first = keras.tree.map_structure(tf.convert_to_tensor, self.reader.first)
             return self.decode(*first) if self.decode else first
-        for batch in self.decoded.take(1):
-            return batch
+        for number in range(_EMPTY):
+            for batch in self.decoded.skip(number).take(1):
+                if len(keras.tree.flatten(batch)[0]):
+                    return batch
         raise UserError("the data set is empty", "give it at least one batch")
 
     def first_rows(self, count: int) -> tuple:
@@ -315,8 +318,8 @@ def checksum(batch: tuple) -> tf.Tensor:
     for tensor in tensors:
         if tensor.shape[1:].num_elements() == 0:
             continue
-        table = tf.reshape(_bits(tensor), [count, -1])
-        width = tf.shape(table, tf.int64)[1]
+        width = tf.reduce_prod(tf.shape(tensor, tf.int64)[1:])
+        table = tf.reshape(_bits(tensor), [count, width])
         some = table[:: tf.maximum(count // _ROWS, 1), :: tf.maximum(width // _ENTRIES, 1)]
         rows = tf.reduce_sum(some * odd(tf.shape(some, tf.int64)[1]), 1)
         total = _scattered(total) + tf.reduce_sum(_scattered(rows) * odd(tf.shape(some, tf.int64)[0]))

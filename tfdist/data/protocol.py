@@ -130,6 +130,8 @@ class StaticFeed(Feed):
     def _checked(self, batch: Structure) -> Structure:
         shapes = [leaf.shape[1:].as_list() for leaf in keras.tree.flatten(batch)]
         self._shapes = self._shapes or shapes
+        if not _examples(batch):
+            raise UserError("the data set has a batch without rows, which cannot be compiled here", "filter it out")
         if shapes != self._shapes:
             raise UserError(
                 f"the data set gives examples of shapes {shapes} after {self._shapes}, and each would be compiled anew "

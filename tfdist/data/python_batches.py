@@ -57,7 +57,7 @@ class PythonReader(Reader):
         if not looked_at:
             raise UserError("the data set is empty", "give it at least one batch")
         self.origin: Any = origin
-        self.first = looked_at[0]
+        self.first = next((batch for batch in looked_at if len(keras.tree.flatten(batch)[0])), looked_at[0])
         self.alone = alone
         try:
             self._spec = keras.tree.map_structure(_spec, *looked_at)

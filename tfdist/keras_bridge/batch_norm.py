@@ -141,6 +141,6 @@ def _moments(layer: keras.layers.BatchNormalization) -> Callable:
         sums, squares, rows = tf.split(total, [inputs.shape[axis], inputs.shape[axis], 1])
         mean = tf.math.divide_no_nan(sums, rows)
         variance = tf.maximum(tf.math.divide_no_nan(squares, rows) - tf.square(mean), 0.0)
-        return mean + shift, variance
+        return mean + tf.where(rows > 0, shift, tf.zeros_like(shift)), variance  # of no rows, 0 as in Keras
 
     return moments

@@ -189,7 +189,7 @@ class Objective:
             return numerator, total(counted)
         if mask is not None:
             return numerator, total(mask) * _values_per_row(scaled) / _values_per_row(mask)
-        return numerator / (tf.cast(count, values.dtype) * _values_per_row(scaled)), None
+        return numerator / (divisor(count, values.dtype) * _values_per_row(scaled)), None
 
     def _of_all_rows(self, matched: MatchedLoss, rows: MicroBatch) -> tuple[tf.Tensor, None]:
         """Computes a loss that looks across the batch on the rows of all replicas, as Keras does on one device.
@@ -268,7 +268,12 @@ def _without_padding(values: tf.Tensor, rows: MicroBatch) -> tf.Tensor:
 
 def _fraction(rows: MicroBatch, count: tf.Tensor | int, dtype: tf.DType) -> tf.Tensor:
     """Returns the fraction of the global batch in a slice."""
-    return tf.cast(rows.size, dtype) / tf.cast(count, dtype)
+    return tf.cast(rows.size, dtype) / divisor(count, dtype)
+
+
+def divisor(count: tf.Tensor | int, dtype: tf.DType) -> tf.Tensor:
+    """Returns the number of examples to divide by; as in Keras, the loss of a batch without any is 0."""
+    return tf.cast(count if isinstance(count, int) else tf.maximum(count, 1), dtype)
 
 
 def _same_rank(values: tf.Tensor, weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -80,7 +80,8 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, step: Calla
                 arguments = per_replica(distribution, layout, batch), tf.equal(state.i + 1, last)
                 output: StepOutput = distribution.local(distribution.run(step, arguments))[0]
                 count = tf.cast(batch.count, tf.float64)
-                finite, values = tf.math.is_finite(output.losses[0]), tf.cast(output.losses, tf.float64)
+                finite = tf.math.is_finite(output.losses[0]) | tf.equal(count, 0.0)  # a mean of no rows is NaN
+                values = tf.cast(output.losses, tf.float64)
                 ended = state.ended
                 if waits:  # a loss is there long before the operations that change something have run
                     traced = graph.get_operations()[before:]
@@ -88,7 +89,7 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, step: Calla
                     ended = seconds_now(finite, *writes)
                 return LoopState(
                     i=state.i + 1,
-                    sums=values if losses is None else state.sums + values * count,
+                    sums=values if losses is None else state.sums + tf.math.multiply_no_nan(values, count),
                     examples=state.examples + count,
                     nonfinite=tf.where(tf.logical_or(finite, state.nonfinite >= 0), state.nonfinite, state.i),
                     more=tf.constant(True),

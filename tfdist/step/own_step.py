@@ -22,6 +22,7 @@ from tfdist.data.structures import Structure
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import ema, keras_internals, layer_state, optimizer_update, preconditions
 from tfdist.keras_bridge.keras_internals import inner_optimizer
+from tfdist.keras_bridge.loss import divisor
 from tfdist.step.batch_loop import CallResult, LogNames, StepOutput, batch_loop, computed_from
 from tfdist.step.replica import Replica
 
@@ -78,7 +79,7 @@ def run_step(replica: Replica, method: str, rows: MicroBatch, count: tf.Tensor |
 
     Returns [1 + logs]: a number that is finite if the loss is, then the logs that are not results of metrics.
     """
-    share = tf.cast(rows.size, tf.float32) / tf.cast(count, tf.float32)
+    share = tf.cast(rows.size, tf.float32) / divisor(count, tf.float32)
     part = _tracing.part = _Part(replica, share, rows, [], [], {}, tf.compat.v1.get_default_graph(), [])
     try:
         model, replicas = replica.model, replica.distribution.replicas
