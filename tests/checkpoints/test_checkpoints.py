@@ -185,6 +185,26 @@ def test_a_resumed_early_stopping_keeps_its_patience_and_its_best_weights(connec
     assert stopping(model(connect(1)), checkpoints=kept(tmp_path, every="1000 steps")).epoch == [0, 1, 2]
 
 
+@pytest.mark.parametrize("append", [False, True])
+def test_a_csv_logger_keeps_its_rows_through_a_resume(append, connect, tmp_path):
+    """Of the rows it keeps those of the checkpoint: an epoch that is repeated is there once."""
+
+    def rows(name, epochs, stop=None, **options):
+        log = keras.callbacks.CSVLogger(tmp_path / name, append=append)
+        options |= {} if stop is None else {"should_stop": training_cases.StopAt(stop)}
+        with contextlib.suppress(Interrupted):
+            tfdist.fit(model(connect(1)), *training_cases.images(EXAMPLES), BATCH, epochs, 0, [log], **options)
+        return (tmp_path / name).read_text()
+
+    expected = rows("whole.csv", 3)
+    assert expected.count("\n") == 4
+    rows("cut.csv", 3, stop=23, checkpoints=kept(tmp_path, every="1000 steps"))
+    with (tmp_path / "cut.csv").open("a") as file:
+        file.write("9,of an epoch that will be repeated\n")
+    for _ in range(2):  # and once more: it has ended
+        assert rows("cut.csv", 3, checkpoints=kept(tmp_path, every="1000 steps")) == expected
+
+
 @pytest.fixture(scope="module")
 def two(connect, tmp_path_factory):
     """A folder with two checkpoints, of updates 10 and 20."""

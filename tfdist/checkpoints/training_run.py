@@ -1,6 +1,7 @@
 """The state of a training that a checkpoint holds beside its tensors (`state.json`): capture and restore."""
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -24,6 +25,8 @@ _KNOWN: dict[type, tuple[str, ...]] = {
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
     keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save", keras_internals.BATCHES_SEEN),
 }
+
+_ROWS = "rows"  # of a CSVLogger: what its file holds, since `on_train_begin` empties that
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,9 +141,29 @@ def capture_callbacks(callbacks: keras.callbacks.CallbackList) -> dict[str, Stat
     for name, callback in training_state.named(callbacks):
         own = callback.get_state() if _keeps_state(callback) else None
         known = {field: plain(getattr(callback, field, None)) for field in _known(callback)}
+        if isinstance(callback, keras.callbacks.CSVLogger):
+            known[_ROWS] = _rows(callback)
         if own is not None or known:
             states[name] = known if own is None else own
     return states
+
+
+def _rows(logger: keras.callbacks.CSVLogger) -> str:
+    try:
+        return pathlib.Path(logger.filename).read_text()
+    except OSError:
+        return ""
+
+
+def _put_back(logger: keras.callbacks.CSVLogger, rows: str) -> None:
+    """Lets the file go on behind the rows of a checkpoint, without those of later epochs."""
+    file = logger.csv_file
+    if rows and file:
+        file.truncate(0)
+        file.seek(0)
+        file.write(rows)
+        file.flush()
+        logger.append_header = False
 
 
 def _known(callback: keras.callbacks.Callback) -> list[str]:
@@ -157,6 +180,8 @@ def restore_callbacks(callbacks: keras.callbacks.CallbackList, states: dict[str,
             if _keeps_state(callback):
                 callback.set_state(state)
                 continue
+            if isinstance(callback, keras.callbacks.CSVLogger) and isinstance(state.get(_ROWS), str):
+                _put_back(callback, state[_ROWS])
             for field in state.keys() & set(_known(callback)):  # a file sets no other attribute of the callback
                 state_shape.require(state, {field: state_shape.optional(state_shape.number)})
                 setattr(callback, field, state[field])
