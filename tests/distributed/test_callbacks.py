@@ -1,20 +1,18 @@
 """Callbacks and data sets on several workers: who writes, what a backup restores, and in which order examples come."""
 
-import pickle
 import re
 
 import keras
 import numpy as np
 import pytest
-from support import callback_worker, training_cases, worlds
+from support import callback_scenes, training_cases, worlds
 
 
 @pytest.fixture(scope="module", params=["multi_worker", pytest.param("horovod", marks=pytest.mark.whole)])
 def world(request, tmp_path_factory):
     """The folder of two workers, and what each has found, by scene."""
     folder = tmp_path_factory.mktemp("world")
-    worlds.start(request.param, 2, {}, folder, "callback_worker.py", [])
-    return folder, [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
+    return folder, worlds.outcomes(folder, request.param, 2, "scene", list(callback_scenes.SCENES))
 
 
 def scene(world, name):
@@ -75,7 +73,7 @@ def test_a_backup_of_the_chief_is_restored_on_all_workers(world, tmp_path):
         keras.utils.set_random_seed(seed)
         model = training_cases.compiled(training_cases.dense(), keras.optimizers.SGD(0.1, momentum=0.9))
         keep = keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
-        model.fit(x, y, epochs=epochs, callbacks=[keep], **callback_worker.BACKUP)
+        model.fit(x, y, epochs=epochs, callbacks=[keep], **callback_scenes.BACKUP)
     assert chief["iterations"] == other["iterations"] == int(model.optimizer.iterations)
     assert training_cases.distance(chief["weights"], training_cases.weights(model)) < 1e-6
 
@@ -92,7 +90,7 @@ def test_a_shuffle_without_a_seed_is_refused(world, name, where):
 def test_a_shuffle_with_a_seed_is_that_of_one_device(world, name, connect):
     chief, other = (worker[name] for worker in scene(world, "shuffled"))
     assert chief.tobytes() == other.tobytes()
-    one = callback_worker.shuffled(connect(1), None, [name])[name]
+    one = callback_scenes.shuffled(connect(1), None, [name])[name]
     assert training_cases.distance(chief, one) < 1e-6
 
 
@@ -106,7 +104,7 @@ def test_a_callback_of_one_worker_ends_on_all_what_it_ends_there(world, connect)
     chief, other = scene(world, "stopped")
     assert (chief["batches"], other["batches"]) == ([3], [3, 3])
     x, y = (part[:36] for part in training_cases.images(120))
-    model = callback_worker.plain(connect(1))
+    model = callback_scenes.plain(connect(1))
     expected = model.evaluate(x, y, verbose=0, return_dict=True)
     rows = model.predict(x, verbose=0)
     model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
@@ -120,7 +118,7 @@ def test_a_callback_of_one_worker_ends_on_all_what_it_ends_there(world, connect)
 def test_a_callback_measures_as_with_keras(world, connect):
     """Keras' own `evaluate` and `predict` end with an error where workers share their variables."""
     x, y = training_cases.images(42)
-    callback, model = callback_worker.Measures(), callback_worker.plain(connect(1))
+    callback, model = callback_scenes.Measures(), callback_scenes.plain(connect(1))
     model.fit(x, y, 12, 2, 0, [callback], shuffle=False)
     for rank, worker in enumerate(scene(world, "measured")):
         assert ("tfdist: checked: " in worker["said"]) == (rank == 0) and worker["left"] == set()

@@ -1,7 +1,6 @@
 """The promise over several processes: multi_worker and Horovod end where one device ends, on every worker."""
 
 import functools
-import pickle
 
 import numpy as np
 import pytest
@@ -41,6 +40,9 @@ WORLDS = {
 SHORT = ("multi_worker 2", "multi_worker 2 by ring", "horovod 2")
 """Worlds of `make test`; three processes, and two devices in each, take minutes to trace on two cores."""
 
+SHRUNK = {"float16": 1e-3, "bfloat16": 1e-2}
+"""Types in which sums may travel, and what that may change."""
+
 SHARING = ("multi_worker 2", "multi_worker 3")
 """Worlds whose workers sum through the memory of their host."""
 
@@ -56,19 +58,15 @@ def cells():
 @pytest.fixture(scope="module")
 def workers_of(request, tmp_path_factory):
     """What the workers of a world end with, for all cases that are asked of it: each world is started once."""
-    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
 
     @functools.cache
     def of(world):
         strategy, workers, options = WORLDS[world]
-        names = dict.fromkeys(p["name"] for p in asked if p.get("world") == world and p.get("name") in NAMES)
-        folder = tmp_path_factory.mktemp("world")
-        worlds.start(strategy, workers, options, folder, "case_worker.py", list(names))
-        results = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(workers)]
-        assert {r["workers"] for r in results} == {workers}
+        names = [*worlds.asked(request, NAMES, world=world), *(f"sums in {dtype}" for dtype in SHRUNK)]
+        results = worlds.outcomes(tmp_path_factory.mktemp("world"), strategy, workers, "training", names, **options)
         sums = "shared memory" if world in SHARING else "horovod" if strategy == "horovod" else "ring"
-        assert {r["communication"] for r in results} == {sums}
-        assert {r["replicas"] for r in results} == {workers * options.get("virtual_devices", 1)}
+        replicas = workers * options.get("virtual_devices", 1)
+        assert all(r["facts"] == dict(replicas=replicas, workers=workers, communication=sums) for r in results)
         return results
 
     return of
@@ -82,13 +80,13 @@ def reference(connect):
 @pytest.mark.parametrize("world, name", cells())
 def test_agrees_with_one_device(name, world, workers_of, reference):
     case = next(c for c in training_cases.CASES if c.name == name)
-    found = workers_of(world)[0]["found"][name]
+    found = workers_of(world)[0][name]
     training_cases.assert_agrees(found, reference(case), training_cases.TOLERANCE[case.precision])
 
 
 @pytest.mark.parametrize("world, name", cells())
 def test_every_worker_ends_with_the_same(name, world, workers_of):
-    chief, *others = (worker["found"][name] for worker in workers_of(world))
+    chief, *others = (worker[name] for worker in workers_of(world))
     weights, history, evaluation, outputs = chief
     for other in others:
         assert other[0].tobytes() == weights.tobytes()
@@ -98,16 +96,17 @@ def test_every_worker_ends_with_the_same(name, world, workers_of):
 
 
 @pytest.mark.parametrize("world", [pytest.param(w, marks=[pytest.mark.whole] * (w not in SHORT)) for w in WORLDS])
-@pytest.mark.parametrize("dtype, tolerance", [("float16", 1e-3), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize("dtype, tolerance", SHRUNK.items())
 def test_gradients_that_travel_in_half_the_bytes(dtype, tolerance, world, workers_of, reference):
     workers = workers_of(world)
-    found = workers[0]["shrunk"][dtype]
+    name = f"sums in {dtype}"
+    found = workers[0][name]
     if dtype == "bfloat16" and world.startswith("horovod"):
         assert found == "reduce_dtype='bfloat16' cannot be used with --strategy=horovod: use float16"
         return
     plain = reference(next(c for c in training_cases.CASES if c.name == "uneven tail"))
     distance = training_cases.distance(found[0], plain[0])
     assert distance < tolerance
-    if workers[0]["replicas"] > 1:
+    if workers[0]["facts"]["replicas"] > 1:
         assert distance > 1e-6, "nothing was rounded"
-    assert {worker["shrunk"][dtype][0].tobytes() for worker in workers} == {found[0].tobytes()}
+    assert {worker[name][0].tobytes() for worker in workers} == {found[0].tobytes()}

@@ -1,7 +1,6 @@
 """`shards` over several processes: the bits of one device, on every worker."""
 
 import functools
-import pickle
 
 import pytest
 from support import sharded_cases, worlds
@@ -25,15 +24,12 @@ def alone(connect):
 @pytest.fixture(scope="module")
 def workers_of(request, tmp_path_factory):
     """The bits of all workers of a world, which is started once."""
-    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
 
     @functools.cache
     def of(world):
         strategy, workers, options = WORLDS[world]
-        names = dict.fromkeys(p["name"] for p in asked if p.get("world") == world and p.get("name") in NAMES)
-        folder = tmp_path_factory.mktemp("world")
-        worlds.start(strategy, workers, options, folder, "shards_worker.py", list(names))
-        return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(workers)]
+        names = worlds.asked(request, NAMES, world=world)
+        return worlds.outcomes(tmp_path_factory.mktemp("world"), strategy, workers, "sharded", names, **options)
 
     return of
 

@@ -1,7 +1,6 @@
 """The official examples train as with Keras' own fit, with only `connect`, `scope` and `fit` changed."""
 
 import itertools
-import pickle
 
 import pytest
 from programs.examples import EXAMPLES
@@ -49,8 +48,6 @@ def test_examples_train_as_with_keras(example, rows, strategy, by_keras, connect
 def test_examples_train_as_with_keras_on_two_workers(by_keras, tmp_path):
     examples = [example for example in EXAMPLES if example.name in IN_WORLDS]
     names = [f"{example}@{example.rows[-1]}" for example in examples]
-    worlds.start("multi_worker", 2, {}, tmp_path, "program_worker.py", names)
-    for rank in range(2):
-        outcomes = pickle.loads((tmp_path / f"{rank}.pickle").read_bytes())
+    for outcomes in worlds.outcomes(tmp_path, "multi_worker", 2, "program", names):
         for example, name in zip(examples, names, strict=True):
             programs.assert_agrees(outcomes[name], by_keras(example, example.rows[-1]), example)

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import pickle
 
 import keras
 import numpy as np
@@ -209,7 +208,7 @@ def test_mirrored_agrees_with_one_device(name, reference, connect):
 @pytest.mark.parametrize("name", REPRESENTATIVES)
 @pytest.mark.parametrize("strategy", ["multi_worker", "horovod"])
 def test_two_workers_agree_with_one_device(strategy, name, reference, tmp_path):
-    worlds.start(strategy, 2, {}, tmp_path, "zoo_worker.py", [f"{name}/{PRECISION.get(name, 'float64')}"])
-    found = [next(iter(pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()).values())) for rank in range(2)]
+    in_precision = f"{name}/{PRECISION.get(name, 'float64')}"
+    found = [worker[in_precision] for worker in worlds.outcomes(tmp_path, strategy, 2, "zoo", [in_precision])]
     assert found[0][0].tobytes() == found[1][0].tobytes()
     assert_agrees(name, found[0], reference(name))

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import os
-import pickle
 import sys
 
 import keras
@@ -56,14 +55,11 @@ def cells():
 @pytest.fixture(scope="module")
 def workers_of(request, tmp_path_factory):
     """What two workers end with, for all models that are asked of them: each strategy is started once."""
-    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
 
     @functools.cache
     def of(world):
-        folder = tmp_path_factory.mktemp("world")
-        names = dict.fromkeys(p["name"] for p in asked if p.get("world") == world and p.get("name") in IN_WORLDS)
-        worlds.start(world, 2, {}, folder, "zoo_worker.py", list(names))
-        return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
+        names = worlds.asked(request, IN_WORLDS, world=world)
+        return worlds.outcomes(tmp_path_factory.mktemp("world"), world, 2, "zoo", names)
 
     return of
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import pickle
 import shutil
 import socket
 import sys
@@ -12,15 +13,21 @@ from support import processes
 HERE = pathlib.Path(__file__).parent
 
 
-def start(strategy, workers, options, folder, script, names):
-    """Runs a script of this folder on all workers, by hand or by horovodrun, with `folder` and `names` as arguments.
+def asked(request, names, **given):
+    """Which of these names the tests of this session ask for, with the given values of other parameters."""
+    cells = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    return [name for name in names if any(cell.items() >= {"name": name, **given}.items() for cell in cells)]
+
+
+def outcomes(folder, strategy, workers, kind, names, **options):
+    """Runs `world_worker.py` on all workers, by hand or by horovodrun; returns what each ends with, by name.
 
     The workers have half a minute for each name, and half an hour for all else.
     """
     env = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     env |= {"PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE.parent.parent}", "TF_CPP_MIN_LOG_LEVEL": "2"}
     env["CONNECT"] = json.dumps({"strategy": strategy, "threads": 1, "start_timeout": 120, **options})
-    command = [sys.executable, str(HERE / script), str(folder), *names]
+    command = [sys.executable, str(HERE / "world_worker.py"), str(folder), kind, *names]
     if strategy == "horovod":
         runner = shutil.which("horovodrun", path=str(pathlib.Path(sys.executable).parent))
         assert runner, "Horovod is not built: run python -m tfdist.horovod_build"
@@ -40,3 +47,4 @@ def start(strategy, workers, options, folder, script, names):
         for process in running:
             process.kill()
     assert codes == [0] * len(codes), "\n".join(p.read_text()[-3000:] for p in sorted(folder.glob("*.log")))
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(workers)]

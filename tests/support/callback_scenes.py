@@ -1,28 +1,20 @@
-"""One worker that trains with callbacks and data sets: `python callback_worker.py FOLDER [SCENE...]`; see `SCENES`.
+"""What a worker trains with callbacks and data sets; see `SCENES`.
 
-What comes out goes to FOLDER/<rank>.pickle. The options of `tfdist.connect` come in CONNECT, as JSON. Each worker is
-given paths of its own, so that it shows which of them has written.
+Each worker is given paths of its own, so that it shows which of them has written.
 """
 
 import contextlib
 import functools
 import io
-import json
 import os
-import pathlib
-import pickle
 import select
 import signal
 import sys
 
-import tfdist
-
-if __name__ == "__main__":
-    DISTRIBUTION = tfdist.connect(**json.loads(os.environ["CONNECT"]))
-
 import keras
 import tensorflow as tf
 
+import tfdist
 from support import training_cases
 from tfdist.keras_bridge import keras_internals
 
@@ -299,8 +291,3 @@ def measured(distribution, folder):
 
 SCENES = {"writers": writers, "backup": backup, "shuffled": shuffled, "stopped": stopped, "measured": measured}
 SCENES |= {"forked": forked, "changed": changed, "ended": ended}
-
-if __name__ == "__main__":
-    target = pathlib.Path(sys.argv[1])
-    results = {name: SCENES[name](DISTRIBUTION, target) for name in sys.argv[2:] or SCENES}
-    (target / f"{DISTRIBUTION.rank}.pickle").write_bytes(pickle.dumps(results))
