@@ -100,6 +100,8 @@ def test_ends_as_the_script_does(program, code, stdout, stderr, script, tmp_path
     ([], "there is no script to run: write tfdist run [flags] SCRIPT"),
     (["--nproc_per_node=2", "--strategy=horovod", "train.py"], "start it with horovodrun"),
     (["--resume=never", "train.py"], "--resume is about what --workdir keeps: give --workdir"),
+    (["--nnodes=1:2", "train.py"], "whenever a machine comes or leaves: give --workdir to continue"),
+    (["--resume=require", "--workdir=new", "train.py"], "--resume=require, and new holds no call of fit: check"),
     (["--workdir=s3://bucket/run", "train.py"], "is a bucket, which keeps no calls of fit"),
 ])  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_line(arguments, message, script):

@@ -117,6 +117,14 @@ def test_calls_of_fit_see_the_examples_in_different_orders(patched):
         assert sorted(first) == sorted(second) and first != second
 
 
+def test_what_another_library_has_replaced_is_not_replaced_again(connect, monkeypatch):
+    monkeypatch.setattr(keras.Model, "fit", lambda model, *args: "logged", raising=False)
+    with pytest.raises(
+        tfdist.UserError, match=r"keras.Model.fit has been replaced by .*: call tfdist.patch_keras\(\) be"
+    ):
+        tfdist.patch_keras(connect(1))
+
+
 def test_patching_twice_changes_nothing(connect):
     theirs = keras.Model.fit
     distribution = connect(1)

@@ -88,6 +88,9 @@ def _run(argv: Sequence[str]) -> int:
         for name in ("checkpoint_every", "resume", "resume_changed"):
             if values[name].present:
                 raise UserError(f"--{name} is about what --workdir keeps", "give --workdir")
+        if ":" in launch.get("nnodes", ""):
+            what = f"--nnodes={launch['nnodes']} starts the script again whenever a machine comes or leaves"
+            raise UserError(what, "give --workdir to continue, or one number of machines")
     if launch:
         return _launched(launch, environment, program)
     options = Options(values.virtual_replicas, values.sync_batch_norm == "on", values.show, values.checkpoint_every)

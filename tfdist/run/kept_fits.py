@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import random
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ import numpy as np
 from tfdist.checkpoints import files
 from tfdist.checkpoints.manager import Checkpoints
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.cluster import discovery
 from tfdist.config import buckets
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import ResumeOptions
@@ -57,7 +59,11 @@ class KeptFits:
 
     def __enter__(self) -> KeptFits:
         self._folder.create()
-        if self._distribution.is_chief and self._fits.exists() and self._options.resume == "never":
+        attempt, holds = discovery.find(os.environ).attempt, self._fits.exists()
+        if self._options.resume == "require" and self._distribution.is_chief and not holds:
+            raise UserError(f"--resume=require, and {self._folder.path} holds no call of fit", "check --workdir")
+        # Workers that the launcher has started again continue, whatever the flag says.
+        if self._options.resume == "never" and self._distribution.is_chief and holds and not attempt:
             logger.info(f"the earlier calls of fit are now in {files.set_aside(self._fits)}")
         return self
 

@@ -37,6 +37,13 @@ def run(program: Program, environment: Environment, options: Options) -> int:
     distribution = connect.connect(**where)
     replicas = f"{distribution.replicas} replica{'s' * (distribution.replicas > 1)}"
     logger.info(f"strategy {distribution.name}, because {distribution.reason}: {replicas}")
+    return worker_session.reporting_failures(
+        distribution.peers, lambda: _patched(program, distribution, environment, options)
+    )
+
+
+def _patched(program: Program, distribution: Distribution, environment: Environment, options: Options) -> int:
+    """Runs the program behind the patched Keras, and looks back at what it has done."""
     with contextlib.ExitStack() as stack:
         kept = stack.enter_context(KeptFits(distribution, environment, options.every)) if environment.workdir else None
         patch = keras_patch.KerasPatch(
@@ -46,7 +53,7 @@ def run(program: Program, environment: Environment, options: Options) -> int:
         if options.show == "chief" and not distribution.is_chief:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         written = stack.enter_context(_noting_written_files()) if distribution.workers > 1 else set()
-        code = worker_session.reporting_failures(distribution.peers, lambda: _executed(program, distribution))
+        code = _executed(program, distribution)
         if code:
             return code
         if not patch.calls:

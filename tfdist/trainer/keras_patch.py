@@ -18,6 +18,7 @@ from tfdist.checkpoints import files
 from tfdist.config.messages import logger
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
+from tfdist.errors import UserError
 from tfdist.keras_bridge import batch_norm, keras_internals
 from tfdist.trainer import evaluation, fit
 
@@ -65,6 +66,12 @@ class KerasPatch:
 
     def install(self) -> None:
         """Replaces Keras' methods and enters the scope."""
+        if "fit" in vars(keras.Model):
+            whose = getattr(keras.Model.fit, "__module__", "another library")
+            raise UserError(
+                f"keras.Model.fit has been replaced by {whose}, which would no longer be called",
+                "call tfdist.patch_keras() before it, such as before mlflow.autolog()",
+            )
         trainer = next(c for c in keras.Model.__mro__ if "fit" in vars(c))
         for name, ours in _METHODS.items():
             self._replace(trainer, name, self._method(getattr(trainer, name), ours))
