@@ -30,6 +30,8 @@ def train(model, rate: float) -> str:
     tfdist.fit(tfdist.synchronize_batch_norm(model), data.train, epochs=3, distribution=distribution, checkpoints=kept)
     return str(evaluate(model, data.eval)) + str(predict(model, x, batch_size=2))
 
+tfdist.patch_keras(distribution)
+tfdist.unpatch_keras()
 texts: list[str] = launch(train, None, 0.1, nproc=2)
 
 class Watch(tfdist.Callback):
@@ -46,6 +48,7 @@ evaluate(None, x, batchsize=3)  # wrong
 predict(None, x, verbse=0)  # wrong
 tfdist.Checkpoints("run", evry="1 epoch")  # wrong
 launch(train, None, 0.1, nprocs=2)  # wrong
+tfdist.patch_keras(distributon=distribution)  # wrong
 tfdist.fitt  # wrong
 tfdist.UserError("x").fixx  # wrong
 """

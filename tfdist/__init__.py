@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tfdist.trainer.callbacks import Callback
     from tfdist.trainer.evaluation import evaluate, predict
     from tfdist.trainer.fit import fit
+    from tfdist.trainer.keras_patch import patch_keras, unpatch_keras
 
 __version__ = "0.1.0"
 
