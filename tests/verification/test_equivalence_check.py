@@ -549,6 +549,37 @@ def test_a_loss_that_divides_by_the_number_of_replicas_is_caught(connect):
         trained(connect, loss=loss)
 
 
+class Similarities(keras.Model):
+    """A matrix with a row and a column for each example, of which the right one is to be found."""
+
+    def __init__(self):
+        super().__init__()
+        self.code = L.Dense(4)
+
+    def call(self, x):
+        codes = self.code(x)
+        return keras.ops.matmul(codes, keras.ops.transpose(codes))
+
+
+def test_a_matrix_of_similarities_trains_in_whole_batches_alone(connect):
+    x, y = data()[0], np.arange(24) % 12
+
+    def found(fit, evaluate, scope, **options):
+        keras.utils.set_random_seed(0)
+        with scope:
+            model = Similarities()
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.01), loss, metrics=["accuracy"])
+        logs = fit(model, x, y, batch_size=12, epochs=2, shuffle=False, verbose=0, **options).history
+        return logs | evaluate(model, x, y, batch_size=12, verbose=0, return_dict=True)
+
+    theirs = found(keras.Model.fit, keras.Model.evaluate, connect(1).scope())
+    assert found(tfdist.fit, tfdist.evaluate, connect(1).scope()) == pytest.approx(theirs, rel=1e-5)
+    for replicas, options in (1, {"accumulate": 2}), (2, {"distribution": connect(2)}):
+        with pytest.raises(tfdist.UserError, match=r"depends on how many rows a batch has.*: use --strategy=default"):
+            found(tfdist.fit, tfdist.evaluate, connect(replicas).scope(), **options)
+
+
 def test_unknown_choice(connect):
     with pytest.raises(tfdist.UserError, match="unknown check_agreement 'of': did you mean 'off'"):
         trained(connect, choice="of")

@@ -42,6 +42,7 @@ class Step:
         self.distribution = distribution
         self.part_names: list[str] = []  # names under which Keras logs the single losses; empty for fewer than two
         self.output_shape: tuple[int | None, ...] = ()  # of the first output, for one example
+        self.by_rows = False  # whether an output of an example has a shape that depends on the number of examples
         self.outputs = 0  # number of outputs of the model
         self.warm: set[int] = set()  # ids of the functions that have been called, and so compiled
         self.replica = Replica(model, distribution, preconditions.use_xla(model, distribution))
@@ -165,13 +166,16 @@ class Step:
         with self.distribution.peers.during("call"):
             return self._reset[2](bool(self.own_steps[kind]))
 
-    def build(self, data: tuple[Structure, ...], bare: bool, outputs_only: bool = False) -> None:
+    def build(
+        self, data: tuple[Structure, ...], bare: bool, outputs_only: bool, whole: Callable[[], tuple[Structure, ...]]
+    ) -> None:
         """Creates what Keras creates lazily (weights, metric and optimizer variables), under the scope.
 
         Args:
           data: (x, y, weight) of at least one row; losses and metrics are tried on `SAMPLE_ROWS`, if there are.
           bare: see `Replica.bare`.
           outputs_only: the model need not be compiled, nor `data` have targets.
+          whole: returns the rows of a batch.
         """
         model = self.model
         if not outputs_only:
@@ -179,6 +183,11 @@ class Step:
         x, y, _ = unpack(_rows(data, keras_internals.fixed_batch(model) or 1))
         with self.distribution.scope():
             outputs = self._outputs(x)
+            if outputs is not None and self._depends_on_rows(x, outputs):
+                self.by_rows = True
+                x, y, _ = unpack(whole())
+                outputs = self._outputs(x)
+                self.output_shape = (None,)
             if outputs_only:
                 self.replica.bare, self.sample_rows = bare, _rows(data, SAMPLE_ROWS)
                 return
@@ -188,7 +197,7 @@ class Step:
         self.replica = Replica(model, self.distribution, self.replica.jit)
         self.replica.bare = bare
         self.sample_rows = _rows(data, SAMPLE_ROWS)
-        if y is not None and outputs is not None:
+        if y is not None and outputs is not None and not self.by_rows:
             self._sample = unpack(self.sample_rows)[1], _rows(_rows(outputs, 1), SAMPLE_ROWS)
         if self.distribution.replicas > 1 and self._sample is not None:
             self._check(Layout(SAMPLE_ROWS, self.distribution.replicas, 1), "test")  # before a state is restored
@@ -206,6 +215,16 @@ class Step:
         )
         if across and self.distribution.replicas > 1 and not keras_internals.fixed_batch(self.model):
             self.more_rows = _rows(source.spread_rows(MORE_ROWS), MORE_ROWS)
+
+    def _depends_on_rows(self, x: Structure, outputs: Structure) -> bool:
+        """Returns whether other numbers of rows give outputs of other shapes, as a matrix of their similarities."""
+        symbolic = getattr(self.model, "outputs", None)  # of a graph of layers
+        known = symbolic and None not in [size for tensor in symbolic for size in tensor.shape[1:]]
+        stateful = any(getattr(layer, "stateful", False) for layer in keras_internals.flat_layers(self.model))
+        if known or stateful or keras_internals.fixed_batch(self.model):
+            return False
+        pairs = zip(keras.tree.flatten(outputs), keras.tree.flatten(self._outputs(_rows(x, 2))))
+        return any(one.shape[1:] != two.shape[1:] for one, two in pairs)
 
     def _outputs(self, x: Structure) -> Structure:
         """Returns the model's outputs; None of a model that is only trained, by a step of its own."""

@@ -37,12 +37,19 @@ _STEPS: dict[int, _Kept] = {}
 """By the id of the model, until it is gone; by the model itself those without a hash could have none."""
 
 
-def step_of(model: keras.Model, distribution: Distribution, source: Source, outputs_only: bool = False) -> Step:
+def step_of(
+    model: keras.Model,
+    distribution: Distribution,
+    source: Source,
+    outputs_only: bool = False,
+    batch: int = loss.SAMPLE_ROWS,
+) -> Step:
     """Returns the compiled functions of this model; kept with it until it is compiled anew or its weights change.
 
     Args:
       source: some of its examples tell the shapes, and on them losses and metrics are tried.
       outputs_only: the model need not be compiled, nor the source have targets.
+      batch: examples of a global batch.
     """
     key = _key(model, distribution)
     kept = _STEPS.get(id(model))
@@ -54,7 +61,7 @@ def step_of(model: keras.Model, distribution: Distribution, source: Source, outp
         rows = source.spread_rows(loss.SAMPLE_ROWS)
     except UNREADABLE as error:
         raise explained(error, None, None, distribution.peers) from error
-    step.build(rows, source.bare, outputs_only)
+    step.build(rows, source.bare, outputs_only, lambda: source.spread_rows(batch))
     if not outputs_only:
         step.take_more_rows(source)
     optimizer = [] if outputs_only else [v for o in preconditions.optimizers(model) for v in o.variables]

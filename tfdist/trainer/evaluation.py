@@ -113,7 +113,7 @@ class Evaluation:
         )
         self._feed, self.batches = _feed(source, layout, steps, "evaluate")
         self._reader = source.reader
-        self._step = step_calls.step_of(model, distribution, source)
+        self._step = step_calls.step_of(model, distribution, source, batch=layout.batch)
         preconditions.targets(model, self._step.output_shape, source)
         self._step.compiled("test", layout)  # refuses what cannot be evaluated
         self._step.check_batches("test", layout, source.sizes(layout.batch))
@@ -290,7 +290,7 @@ def _predict(
     layer_state.average_statistics(model, distribution, virtual_replicas)
     layout = sources.layout_of(source, batch_size, distribution, 1, least=False, virtual_replicas=virtual_replicas)
     feed, batches = _feed(source, layout, steps, "predict from")
-    step = step_calls.step_of(model, distribution, source, outputs_only=True)
+    step = step_calls.step_of(model, distribution, source, outputs_only=True, batch=layout.batch)
     replica_sync_check.check_weights(model, distribution, "before a prediction")
     equivalence_check.check_forward(step, "predict", check_agreement, virtual_replicas, source.entries)
     called = on_this_worker(callbacks, model, distribution, verbose, batches)

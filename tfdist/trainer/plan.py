@@ -131,7 +131,7 @@ def plan_training(model: keras.Model, source: sources.Source, options: FitOption
     feed = feed_of(source, layout, options)
     if options.steps_per_epoch is None and feed.batches == 0:
         raise UserError("the data set never ends", "give steps_per_epoch")
-    step = step_calls.step_of(model, distribution, source)
+    step = step_calls.step_of(model, distribution, source, batch=layout.batch)
     step.check_batches("train", layout, source.sizes(layout.batch))
     step_calls.trains(model)
     step.prepare_training()

@@ -197,6 +197,12 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
     Args:
       passed: whether they have agreed in this process.
     """
+    if step.by_rows:
+        raise UserError(
+            f"{comparison} disagree on this model{_CONTEXT[comparison.kind]}: the shape of its output depends on how "
+            "many rows a batch has, as of a matrix of their similarities",
+            "use --strategy=default with whole batches, or accept it with --check_agreement=off",
+        )
     distribution = step.distribution
     mark = fingerprint(step.model, distribution, rows, comparison) if choice == "auto" else ""
     passed = passed or bool(mark and (_cache_folder() / mark).exists())
