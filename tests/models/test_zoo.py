@@ -208,7 +208,8 @@ def test_every_option_is_checked():
     for name in config.MODELS:
         module = next(m for m in (small, vision) if hasattr(m, name))
         for argument in list(inspect.signature(getattr(module, name)).parameters.values())[1:]:
-            assert argument.annotation in ("bool", "float", "int", "tuple[int, ...]"), argument
+            kind = inspect.formatannotation(argument.annotation)
+            assert kind in ("bool", "float", "int", "tuple[int, ...]"), argument
             with pytest.raises(UserError, match=f"{argument.name} of {name} must be"):
                 layers_lib.check_options(getattr(module, name), {argument.name: "x"})
 

@@ -24,7 +24,7 @@ def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None
         value = options[name]
         least = 0 if name == "depth" or argument.default == 0 else 1
         count = f"a whole number, {least} or more"
-        match argument.annotation:
+        match inspect.formatannotation(argument.annotation):
             case "bool":
                 fits, wanted = isinstance(value, bool), "True or False"
             case "float":
