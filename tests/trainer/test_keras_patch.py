@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.distributed import connect as connect_lib
 from tfdist.trainer import keras_patch
 from tfdist.trainer.keras_patch import KerasPatch
 
@@ -75,6 +76,16 @@ def test_a_script_sees_the_numbers_of_one_device(replicas, patched):
         np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
 
 
+def test_options_of_tfdist_are_taken_and_misspelled_ones_refused(patched, tmp_path):
+    patched(1)
+    model = keras.Sequential([keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    model.fit(X, X[:, :3], verbose=0, checkpoints=tfdist.Checkpoints(tmp_path))
+    assert any(tmp_path.iterdir())
+    with pytest.raises(tfdist.UserError, match=r"no option 'epoch': did you mean 'epochs'\?"):
+        model.fit(X, Y, epoch=3)
+
+
 def test_batch_norm_is_synchronized_or_left_with_a_warning(patched, said):
     patched(2)
     assert script() and any("1 BatchNormalization layers of" in line for line in said)
@@ -115,6 +126,20 @@ def test_calls_of_fit_see_the_examples_in_different_orders(patched):
             model.fit(X, Y, verbose=0, batch_size=45)
         first, second = (rows for rows in seen if len(rows) == 45)
         assert sorted(first) == sorted(second) and first != second
+
+
+def test_the_latest_connection_is_patched_in(monkeypatch, connect):
+    try:
+        tfdist.patch_keras(connect(2))
+        two = script()
+        monkeypatch.setattr(connect_lib, "_CONNECTED", {})  # as in a process that has not connected it yet
+        assert tfdist.connect("default").strategy is not tf.distribute.get_strategy()
+        tfdist.patch_keras()
+        assert tf.distribute.get_strategy().num_replicas_in_sync == 1
+        for got, wanted in zip(script(), two, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
+    finally:
+        tfdist.unpatch_keras()
 
 
 def test_what_another_library_has_replaced_is_not_replaced_again(connect, monkeypatch):

@@ -256,9 +256,7 @@ def current(strategy: tf.distribute.Strategy) -> Distribution:
     It is the connected one under whose scope the model was created; of a model that was created under none, the latest
     one, which then refuses it: training on one device of the many that were connected would be a surprise.
     """
-    import tensorflow as tf
-
-    connected = _IN_ORDER
-    if strategy is not tf.distribute.get_strategy():
-        connected = [one for one in connected if one.strategy is strategy] or connected
+    # The others have TensorFlow's default strategy, as a model has that was created under none.
+    own = [one for one in _IN_ORDER if one.strategy is strategy and one.name not in ("default", "horovod")]
+    connected = own or _IN_ORDER
     return connected[-1] if connected else default("tfdist.connect() was not called")

@@ -72,7 +72,8 @@ class KeptFits:
 
     def call(self, fit: Callable[..., Any], model: keras.Model, arguments: dict[str, Any]) -> Any:
         """Trains, or restores what an earlier start of the same script has trained."""
-        if self._depth:  # within a callback of another, which continues with that one
+        # Within a callback of another call, which continues with that one; or kept by the script itself.
+        if self._depth or arguments.get("checkpoints"):
             return fit(model, **arguments)
         self._number += 1
         folder = self._fits / f"{self._number:04d}"

@@ -164,9 +164,9 @@ class KerasPatch:
         @functools.wraps(theirs)
         @keras_internals.outside_scope()  # tfdist enters it where it must
         def method(*args: Any, **options: Any) -> Any:
-            arguments = signature.bind(*args, **options).arguments
+            own = {option: options.pop(option) for option in [*options] if option not in signature.parameters}
+            arguments = signature.bind(*args, **options).arguments | own  # tfdist's, or misspelled
             model = arguments.pop("self")
-            arguments |= arguments.pop("kwargs", {})  # tfdist's own options
             if name == "evaluate":
                 arguments.setdefault("return_dict", False)
             arguments.setdefault("distribution", self.distribution)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent import futures
 from typing import TYPE_CHECKING
 
 from tfdist.distributed.distribution import Distribution
@@ -15,9 +16,10 @@ def default(reason: str, device: str = "CPU:0", jit: str = "off") -> Distributio
     """Builds the strategy of one replica on one device, whose collectives return their input."""
     import tensorflow as tf
 
-    return Distribution(
-        name="default", reason=reason, strategy=tf.distribute.get_strategy(), replicas=1, devices=(device,), jit=jit
-    )
+    # A scope, in which this thread may be, is the thread's own: in another one TensorFlow's default is the current one.
+    with futures.ThreadPoolExecutor(1) as elsewhere:
+        strategy = elsewhere.submit(tf.distribute.get_strategy).result()
+    return Distribution(name="default", reason=reason, strategy=strategy, replicas=1, devices=(device,), jit=jit)
 
 
 def mirrored(names: tuple[str, ...], reason: str, jit: str = "off") -> Distribution:
