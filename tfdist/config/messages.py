@@ -39,6 +39,13 @@ def shell(words: Iterable[str]) -> str:
     return " ".join(shlex.quote(word) if word.isprintable() else f"$'{''.join(map(escaped, word))}'" for word in words)
 
 
+def sized(count: float) -> str:
+    """Returns a number of bytes as a person reads it."""
+    if count >= 1e9:
+        return f"{count / 1e9:,.1f} GB"
+    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:,.1f} kB"
+
+
 def chief_only(is_chief: bool) -> None:
     """Silences this process unless it is the chief, so that each line appears once in a job of many workers."""
     _handler.setLevel(logging.NOTSET if is_chief else logging.CRITICAL + 1)

@@ -8,8 +8,8 @@ from tfdist.checkpoints import bucket_folder, files, integrity
 from tfdist.checkpoints.bucket_folder import BucketFolder
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import buckets
+from tfdist.config.messages import sized
 from tfdist.doctor.check import Finding, fail, ok
-from tfdist.doctor.machine import size
 from tfdist.errors import UserError
 
 
@@ -67,7 +67,7 @@ def checks(folder: str, found: list[Checkpoint]) -> list[Finding]:
         if c.problem:
             findings.append(fail(f"{c.path}: {c.problem} ({c.written})", fix, "checkpoint"))
             continue
-        done = f"after {c.epochs} epochs{f' and {c.begun} updates' if c.begun else ''}, {size(c.bytes or 0)}"
+        done = f"after {c.epochs} epochs{f' and {c.begun} updates' if c.begun else ''}, {sized(c.bytes or 0)}"
         text = f"{c.path}: {done}, {c.written}{' <- a resume goes on from here' if c.next else ''}"
         findings.append(ok(text, "checkpoint"))
     return findings or [ok(f"there are none in {folder}")]

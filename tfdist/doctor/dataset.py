@@ -14,6 +14,7 @@ from typing import Any
 
 from tfdist import config
 from tfdist.config import buckets, field_syntax
+from tfdist.config.messages import sized
 from tfdist.doctor import machine
 from tfdist.doctor.check import Finding, fail, ok, warn
 from tfdist.errors import UserError
@@ -116,7 +117,7 @@ def _whole(data: config.Data, folder: pathlib.Path) -> list[Finding]:
                 return [fail(what, f"choose one of them for {field}")]
     total = sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
     parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-    return [ok(f"{data.name} is prepared in {folder}: {parts} examples, {machine.size(total)}")]
+    return [ok(f"{data.name} is prepared in {folder}: {parts} examples, {sized(total)}")]
 
 
 def _damage(folder: pathlib.Path, info: dict[str, Any], split: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ import psutil
 
 from tfdist.config import cpu_kernels
 from tfdist.config.buckets import Bucket, BucketError
+from tfdist.config.messages import sized
 from tfdist.doctor.check import Finding, fail, ok, warn
 
 _GIB = 1 << 30
@@ -158,7 +159,7 @@ def room(folder: pathlib.Path, checkpoint: int = 0, keep: int = 1, least: int = 
     except OSError as error:
         return [fail(f"{there} cannot be looked at ({error.strerror})", "choose another --workdir")]
     free = usage.f_bavail * usage.f_frsize
-    free_space = f"{size(free)} free at {there}"
+    free_space = f"{sized(free)} free at {there}"
     if usage.f_flag & os.ST_RDONLY:
         return [fail(f"{there} is mounted read-only", "choose another --workdir, or mount it for writing")]
     if not os.access(there, os.W_OK | os.X_OK):
@@ -169,7 +170,7 @@ def room(folder: pathlib.Path, checkpoint: int = 0, keep: int = 1, least: int = 
     if free < least or free < checkpoint:
         return [fail(f"only {free_space}", "free some, or choose another --workdir")]
     if free < need:
-        what = f"{free_space}, and {keep} checkpoints like the newest take {size(need)} with the one being written"
+        what = f"{free_space}, and {keep} checkpoints like the newest take {sized(need)} with the one being written"
         return [warn(what, "free some, or lower checkpoint.keep")]
     if free < ENOUGH_DISK:
         return [warn(f"only {free_space}", "free some, or choose another --workdir")]
@@ -192,7 +193,7 @@ def speed(folder: pathlib.Path, slow: float = SLOW) -> list[Finding]:
     except OSError as error:
         fix = "free or repair that disk, or choose another --workdir"
         return [fail(f"nothing can be written in {there} ({error.strerror or error})", fix)]
-    pace = f"{size(rate)}/s at {there}"
+    pace = f"{sized(rate)}/s at {there}"
     if rate < slow:
         fix = "put --workdir on a local disk, or save less often (checkpoint.every)"
         return [warn(f"only {pace}; checkpoints will be slow", fix)]
@@ -208,12 +209,5 @@ def bucket(url: str) -> list[Finding]:
         fix = "check the network, your keys (environment or profile) and that URL"
         return [fail(f"{error.place} cannot be listed ({error.strerror})", fix)]
     seconds = time.perf_counter() - begun
-    total = size(sum(entry.size for entry in objects.values()))
+    total = sized(sum(entry.size for entry in objects.values()))
     return [ok(f"{url} can be read: {len(objects):,} objects, {total}, listed in {seconds:.2f} s")]
-
-
-def size(count: float) -> str:
-    """Returns a number of bytes as a person reads it."""
-    if count >= 1e9:
-        return f"{count / 1e9:,.1f} GB"
-    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:,.1f} kB"

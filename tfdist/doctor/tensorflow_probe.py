@@ -13,7 +13,6 @@ import os
 import pathlib
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -23,7 +22,6 @@ from tfdist.doctor.check import Finding, fail, ok, refused, warn
 from tfdist.errors import UserError, one_line
 
 CUDA = "pip install 'tfdist[cuda]'"
-_PR_SET_PDEATHSIG = 1
 _SONAMES = {
     "12": ("libcudart.so.12", "libcublas.so.12", "libcublasLt.so.12", "libcufft.so.11", "libcusolver.so.11",
            "libcusparse.so.12"),
@@ -53,35 +51,20 @@ def ask(environ: Mapping[str, str], timeout: float) -> Answer:
     # The numbers of TensorFlow's GPUs are to be those of nvidia-smi.
     given = {**environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TF_CPP_MIN_LOG_LEVEL": "1"}  # 1: why there is no GPU
     try:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "tfdist.doctor.tensorflow_probe", str(os.getpid())],
-            env=given,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # so that it prints nothing at Ctrl-C
-        )
+        done = child_process.answer([sys.executable, "-m", "tfdist.doctor.tensorflow_probe"], timeout, given)
     except OSError as error:
         return Answer(problem=f"Python cannot be started once more ({error.strerror})")
-    try:
-        out, err = child.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
+    if done is None:
         return Answer(problem=f"no answer from TensorFlow within {timeout:.0f} s")
-    finally:
-        if child.poll() is None:
-            child.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the driver stays
-                child.communicate(timeout=0.5)
-    if child.returncode < 0:
-        return Answer(problem=f"TensorFlow ended with {signal.Signals(-child.returncode).name}")
+    if done.returncode < 0:
+        return Answer(problem=f"TensorFlow ended with {signal.Signals(-done.returncode).name}")
     try:
-        answer = json.loads(out.splitlines()[-1])
+        answer = json.loads(done.stdout.splitlines()[-1])
         fields: dict = {k: tuple(v) if isinstance(v, list) else v for k, v in answer.items()}
         return Answer(**fields)
     except (IndexError, ValueError, TypeError, AttributeError):
-        return Answer(problem=f"TensorFlow cannot be imported ({(err.strip().splitlines() or ['no message'])[-1]})")
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return Answer(problem=f"TensorFlow cannot be imported ({last})")
 
 
 def driver(survey: gpus.Survey) -> list[Finding]:
@@ -283,10 +266,6 @@ def _look() -> dict[str, object]:
 
 def main() -> None:
     """Answers, on standard output; a failed import ends in one line instead of a traceback."""
-    with contextlib.suppress(Exception):  # a hang in the driver must not outlive the doctor, however that ends
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if sys.argv[1:] not in ([], [str(os.getppid())]):  # it ended before that
-        os._exit(1)
     try:
         answer = _look()
     except BaseException as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from tfdist.config import field_syntax
-from tfdist.config.messages import logger
+from tfdist.config.messages import logger, sized
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed import connect
 from tfdist.distributed.strategy_choice import StrategyChoice
@@ -199,9 +199,3 @@ def _export(prepared: Preparation, distribution: Distribution, batch: int, accum
         source = sources.weigh_classes(source, prepared.class_weights)
     factors = layerwise_rates.factors(model, field_syntax.layer_rates(optimizer), optimizer.layer_decay)
     return program.export(model, source, distribution, batch, accumulate, optimizer.reduce_dtype, tuple(factors))
-
-
-def sized(count: float) -> str:
-    """Formats bytes as `1.5 GB`."""
-    unit, size = ("GB", 1e9) if count >= 1e9 else ("MB", 1e6) if count >= 1e6 else ("kB", 1e3)
-    return f"{count / size:,.1f} {unit}"

@@ -11,6 +11,7 @@ from tfdist import config
 from tfdist.checkpoints import resume, training_run
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import field_syntax
+from tfdist.config.messages import sized
 from tfdist.config.runtime_options import Environment
 from tfdist.config.schedule import Plan
 from tfdist.data.batch_layout import Layout
@@ -24,7 +25,6 @@ from tfdist.models import layerwise_rates
 from tfdist.step import step_calls
 from tfdist.topology import known
 from tfdist.train import ahead_of_time, early_stopping
-from tfdist.train.ahead_of_time import sized
 from tfdist.train.preparation import Preparation
 
 

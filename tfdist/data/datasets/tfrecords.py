@@ -31,11 +31,7 @@ from tfdist.errors import UserError
 TYPES = ("jpeg", "png", "int64", "float32")
 _WRITTEN = re.compile(r"^(\w+)(?:\[([\d, ]+)\])?$")
 _THREADS = 16
-_HEAD = struct.Struct("<QI")  # length of a record and the check of that length
-_CHECK = struct.Struct("<I")  # the check of a record's bytes
-_CRC = np.arange(256, dtype=np.uint32)  # the CRC-32C (Castagnoli, 1993) of each byte, reflected
-for _ in range(8):
-    _CRC = np.where(_CRC & 1, (_CRC >> 1) ^ np.uint32(0x82F63B78), _CRC >> 1).astype(np.uint32)
+_LENGTH, _CHECK = struct.Struct("<Q"), struct.Struct("<I")  # a record's length, and the check of that or of its bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,52 +93,37 @@ def _scan(path: str, thorough: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray
         if whole[:2] == b"\x1f\x8b":
             what = f"{path} is compressed with GZIP, which cannot be read by number"
             raise UserError(what, "write it again with tf.io.TFRecordWriter(path), which does not compress")
-        offsets, lengths, checks, at = [], [], [], 0
-        while at + _HEAD.size <= size:
-            length, check = _HEAD.unpack_from(whole, at)
-            if at + _HEAD.size + length + _CHECK.size > size:
-                break
-            offsets.append(at + _HEAD.size)
-            lengths.append(length)
-            checks.append(check)
-            at += _HEAD.size + length + _CHECK.size
-        wrong = np.flatnonzero(_masked_crc(np.array(lengths, np.uint64)) != np.array(checks, np.uint32))
-        good = int(wrong[0]) if len(wrong) else len(offsets)
-        head = whole[: _HEAD.size]
-        ends = [offset + length for offset, length in zip(offsets[:good], lengths)] if thorough else []
-        damaged = [
-            i for i, end in enumerate(ends) if not _is_whole(whole[offsets[i] : end], whole[end : end + _CHECK.size])
-        ]
-    if not good and (
-        len(head) < _HEAD.size or _masked_crc(np.frombuffer(head[:8], np.uint64))[0] != _HEAD.unpack(head)[1]
-    ):
-        raise UserError(f"{path} is no TFRecord file, or is compressed", "give files of tf.io.TFRecordWriter")
-    problems = []
+        offsets, lengths, damaged, problems, at = [], [], [], [], 0
+        while at < size and not problems:
+            check = at + _LENGTH.size
+            start = check + _CHECK.size
+            if start <= size and not _is_whole(whole[at:check], whole[check:start]):
+                if at == 0:
+                    raise UserError(
+                        f"{path} is no TFRecord file, or is compressed", "give files of tf.io.TFRecordWriter"
+                    )
+                problems.append(f"{path} is damaged at byte {at:,}, behind {len(offsets):,} good records")
+                continue
+            end = start + _LENGTH.unpack_from(whole, at)[0] if start <= size else size
+            if end + _CHECK.size > size:
+                problems.append(f"{path} is cut off behind {len(offsets):,} records")
+                continue
+            at = end + _CHECK.size
+            if thorough and not _is_whole(whole[start:end], whole[end:at]):
+                damaged.append(len(offsets))
+            offsets.append(start)
+            lengths.append(end - start)
     if damaged:
         more = f" and {len(damaged) - 1:,} more of its records do" if len(damaged) > 1 else " does"
-        problems.append(f"record {damaged[0]} of {path}{more} not match the checksum (CRC-32C)")
-    if good < len(offsets):
-        problems.append(f"{path} is damaged at byte {offsets[good] - _HEAD.size:,}, behind {good:,} good records")
-    elif at != size:
-        problems.append(f"{path} is cut off behind {good:,} records")
-    kept = np.delete(np.arange(good), np.array(damaged, np.int64))
+        problems.insert(0, f"record {damaged[0]} of {path}{more} not match the checksum (CRC-32C)")
+    kept = np.delete(np.arange(len(offsets)), np.array(damaged, np.int64))
     return np.array(offsets, np.int64)[kept], np.array(lengths, np.int64)[kept], kept, problems
 
 
 def _is_whole(record: bytes, check: bytes) -> bool:
-    """Returns whether the bytes of a record have the masked CRC-32C that was written behind them."""
+    """Returns whether bytes have the masked CRC-32C that was written behind them."""
     crc = google_crc32c.value(record)
     return _CHECK.pack(((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF) == check
-
-
-def _masked_crc(lengths: np.ndarray) -> np.ndarray:
-    """Returns the check that TFRecord has for each length [n] of 8 bytes."""
-    crc = np.full(len(lengths), 0xFFFFFFFF, np.uint32)
-    for i in range(8):
-        byte = (lengths >> np.uint64(8 * i)).astype(np.uint32)
-        crc = _CRC[(crc ^ byte) & np.uint32(0xFF)] ^ (crc >> np.uint32(8))
-    crc = ~crc
-    return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
