@@ -1,7 +1,5 @@
 """The run folder (`--workdir`): what a run leaves behind. No TensorFlow."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
@@ -34,7 +32,7 @@ RESULTS = ("result.json", "history.jsonl", "checkpoints")  # any shows that a ru
 _WITHIN = "earlier"
 # Errors of a folder that cannot be renamed while its files can: a container's volume is mounted there, for one.
 _CANNOT_RENAME = (errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)
-_OPEN: weakref.WeakSet[RunFolder] = weakref.WeakSet()  # the folders of this process, which a forked child has not
+_OPEN: "weakref.WeakSet[RunFolder]" = weakref.WeakSet()  # the folders of this process, which a forked child has not
 # Files that are written once, at the beginning, and kept in memory: a deleted folder gets them again.
 RESTORED = ("experiment.json", "experiment.mark", "environment.json", "data.json")
 
@@ -235,7 +233,7 @@ class RunFolder:
             with self._writing(name):
                 (self.path / name).unlink(missing_ok=True)
 
-    def save_model(self, model: keras.Model) -> None:
+    def save_model(self, model: "keras.Model") -> None:
         """Writes `model.keras`, under another name first: Keras writes in place, and a kill would leave half."""
         if not self.writes:
             return

@@ -4,8 +4,6 @@ Every worker has a connection to the chief, which carries heartbeats, small valu
 of the run. TensorFlow's own collectives notice a dead peer after ten seconds or never, and cannot say which: this can.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import math
@@ -25,7 +23,7 @@ from tfdist.errors import PeerError, UserError, one_line
 ROUNDING = 1e-5  # relative to the largest number of a list; ten times this relative to a number itself
 EXIT_WAIT_S = 20.0  # how long the chief waits at the end for the others' processes to exit
 
-_OPEN: weakref.WeakSet[Peers] = weakref.WeakSet()  # the workers that this process is; a forked child is none
+_OPEN: "weakref.WeakSet[Peers]" = weakref.WeakSet()  # the workers that this process is; a forked child is none
 
 T = TypeVar("T")
 N = TypeVar("N")

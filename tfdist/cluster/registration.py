@@ -4,8 +4,6 @@ In `meet` all workers must be there, agree, and be reachable before TensorFlow s
 `MultiWorkerMirroredStrategy` waits for a missing peer for an hour, holding Python's lock, and says nothing.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import platform
@@ -84,7 +82,7 @@ class Member(NamedTuple):
         """Names this process in messages."""
         return f"{self.host}, process {self.pid}"
 
-    def conflict(self, own: Member, registered: Member | None, size: float) -> UserError | None:
+    def conflict(self, own: "Member", registered: "Member | None", size: float) -> UserError | None:
         """Returns why this member cannot join the job of `own`, which has rank 0, with `size` members.
 
         `registered` is who has this rank already.

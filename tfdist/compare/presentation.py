@@ -1,7 +1,5 @@
 """A comparison on paper: two tables that fit into 80 columns, for a terminal or as Markdown, and a picture."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
@@ -147,7 +145,7 @@ def draw(path: pathlib.Path, title: str, rows: Sequence[Row], caption: str) -> N
         pyplot.close(figure)
 
 
-def _throughput(axes: Axes, rows: Sequence[Row]) -> None:
+def _throughput(axes: "Axes", rows: Sequence[Row]) -> None:
     """Draws a bar for each run."""
     most = max((row.examples_per_second or 0 for row in rows), default=0) or 1
     for i, row in enumerate(rows):
@@ -169,7 +167,7 @@ def _throughput(axes: Axes, rows: Sequence[Row]) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def _efficiency(axes: Axes, rows: Sequence[Row]) -> None:
+def _efficiency(axes: "Axes", rows: Sequence[Row]) -> None:
     """Draws a line for each strategy, over the number of replicas."""
     known = [row for row in rows if row.efficiency is not None and row.weights != "different"]
     axes.axhline(1.0, color=_GREY, linewidth=1, linestyle=":")

@@ -5,8 +5,6 @@ The reference is `default` on one device, with as many threads and the same XLA 
 had.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -102,7 +100,7 @@ def rated(row: Row, reference: Row, cores: int | None) -> Row:
     return dataclasses.replace(row, evaluation_difference=differences)
 
 
-def judged(row: Row, reference: Row, difference: Difference, tolerance: float) -> Row:
+def judged(row: Row, reference: Row, difference: "Difference", tolerance: float) -> Row:
     """Returns a row with what a look at its weights says; `different` until a check has said more.
 
     Tolerance 0, with virtual replicas, demands all bits, also of what was measured on the way.
@@ -124,7 +122,7 @@ def judged(row: Row, reference: Row, difference: Difference, tolerance: float) -
     return dataclasses.replace(row, distance=_finite(distance), largest=largest, scale=scale)
 
 
-def checked(row: Row, difference: Difference, tolerance: float, updates: int, natural: Sequence[str] = ()) -> Row:
+def checked(row: Row, difference: "Difference", tolerance: float, updates: int, natural: Sequence[str] = ()) -> Row:
     """Returns a row whose weights differ, with what the check in float64 says of it, which ran without the layers that
     by nature depend on the number of replicas."""
     row = dataclasses.replace(row, check_distance=_finite(difference.distance), check_variable=difference.variable)

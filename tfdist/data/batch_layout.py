@@ -4,8 +4,6 @@ Slices are consecutive rows, as even as possible, and no row is added. Only a re
 another replica, and the result is discarded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import NamedTuple, TypeAlias
 
@@ -78,7 +76,7 @@ class Layout:
         """Returns which of the virtual replicas one device of `devices` computes."""
         return _split(self.replicas, devices, device)
 
-    def for_worker(self, devices: int, first: int, local: int) -> Layout:
+    def for_worker(self, devices: int, first: int, local: int) -> "Layout":
         """Returns the layout for a worker with `local` of all `devices`, the first of which is `first`."""
         if self.virtual:
             start, last = self.of_device(devices, first).start, self.of_device(devices, first + local - 1)

@@ -4,8 +4,6 @@ Each worker reads whole batches and keeps its own rows. A `shuffle()` without a 
 and each time that it is begun: so workers compare checksums of what they read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import struct
@@ -161,7 +159,7 @@ class Batches(Source):
         total = tf.zeros([classes], tf.int64)
         return self.dataset.reduce(total, lambda total, batch: add(total, *batch)).numpy()
 
-    def map_targets(self, function: Callable[..., tuple]) -> Batches:
+    def map_targets(self, function: Callable[..., tuple]) -> "Batches":
         decode = self.decode
         return dataclasses.replace(self, decode=function if decode is None else lambda *b: function(*decode(*b)))
 

@@ -3,8 +3,6 @@
 Pillow does not tell: it reads the size of a GIF's first frame alone, and allocates the canvas of a WebP to open it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import struct
 from collections.abc import Callable, Sequence
@@ -92,7 +90,7 @@ class Pictures:
     most: int  # pixels in an image
 
     @classmethod
-    def of(cls, options: Options) -> Pictures:
+    def of(cls, options: Options) -> "Pictures":
         """Returns what `channels` and `max_pixels` of `data.options` say."""
         return cls(options.get("channels", 3), options.get("max_pixels", MOST_PIXELS))
 

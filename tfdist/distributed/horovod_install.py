@@ -1,7 +1,5 @@
 """The installed Horovod, and the TensorFlow that it was built for. Imports neither of the two."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib.util
@@ -35,7 +33,7 @@ class Build:
     operations: tuple[str, ...]  # `Gloo` and, where built, `MPI` and `NCCL`
     horovod: str = VERSION
 
-    def serves(self, wanted: Build) -> bool:
+    def serves(self, wanted: "Build") -> bool:
         """Returns whether this build does all that `wanted` does; more operations do no harm."""
         same = dataclasses.replace(self, operations=wanted.operations) == wanted
         return same and set(wanted.operations) <= set(self.operations)

@@ -4,8 +4,6 @@ Flags of XLA's, or a limit of the address space, may make TensorFlow end its pro
 There it is tried in a child first, `python -m tfdist.distributed.tf_devices on|off LIMIT`, which takes seconds.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re
@@ -74,7 +72,7 @@ def prepare(
     return tuple(f"CPU:{i}" for i in range(virtual or 1))
 
 
-def start() -> tuple[ModuleType, list[tf.config.PhysicalDevice], str]:
+def start() -> "tuple[ModuleType, list[tf.config.PhysicalDevice], str]":
     """Imports TensorFlow and lists its GPUs; returns what it prints, too, which tells why it does not see one."""
     with standard_error.kept() as kept:
         import tensorflow as tf

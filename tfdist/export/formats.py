@@ -1,7 +1,5 @@
 """The formats of an export: each is written, loaded by its own runtime in another process, and compared."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -124,7 +122,7 @@ def _onnx(model: keras.Model, inputs: Structure, path: str) -> None:
     )
 
 
-def _erfc(context: tf2onnx.graph.Graph, node: tf2onnx.graph.Node, name: str, arguments: list) -> None:
+def _erfc(context: "tf2onnx.graph.Graph", node: "tf2onnx.graph.Node", name: str, arguments: list) -> None:
     """Replaces erfc(x) by 1 - erf(x); to be added to 1 or multiplied, it needs no more digits than that leaves."""
     del name, arguments
     kind = context.get_dtype(node.output[0])

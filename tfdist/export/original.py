@@ -1,7 +1,5 @@
 """The model that is going to be exported: built from its run folder or loaded from a file, with examples for it."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -36,7 +34,7 @@ def made_examples(model: keras.Model, spec: Spec) -> Structure:
     known = [layer.input_dim for layer in layers if isinstance(layer, keras.layers.Embedding)]
     end = min([max(1, int(min(spec.maximum, 255))) + 1, *known])
 
-    def one(tensor: tf.TensorSpec) -> np.ndarray:
+    def one(tensor: "tf.TensorSpec") -> np.ndarray:
         shape = [COUNT, *(side or 4 for side in tensor.shape[1:])]
         kind = np.dtype(tensor.dtype.as_numpy_dtype)
         if np.issubdtype(kind, np.integer):

@@ -1,7 +1,5 @@
 """The `--output` file: written atomically, and never over another one without `--overwrite`. No TensorFlow."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib
@@ -51,7 +49,7 @@ class OutputFile:
                 self._file = stdout or self._temporary.open("w", encoding="utf-8")
             self._file.write(text)
 
-    def __enter__(self) -> OutputFile:
+    def __enter__(self) -> "OutputFile":
         self.check()
         return self
 

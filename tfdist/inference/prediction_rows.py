@@ -1,7 +1,5 @@
 """Predictions as rows of a file: classes, names and probabilities. NumPy only."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io
@@ -28,7 +26,7 @@ class OutputReader:
     scores: bool = False  # include all scores of an example
     example: Callable[[int], str] | None = None  # returns the name of an example by its number, such as a path
 
-    def settled(self, outputs: Structure) -> OutputReader:
+    def settled(self, outputs: Structure) -> "OutputReader":
         """Returns a reader for outputs such as these of the first batch; raises UserError if scores are missing."""
         by_class = self.classes is not None and isinstance(outputs, np.ndarray) and outputs.ndim >= 2
         classes = self.classes if by_class and outputs.shape[-1] == self.classes else None

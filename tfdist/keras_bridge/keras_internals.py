@@ -4,8 +4,6 @@ Each docstring gives the reason why nothing public does. tests/keras_bridge/test
 new version has moved it and what that would break, and checks that these names are used nowhere else.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools
@@ -257,7 +255,7 @@ def loss_entries(model: keras.Model) -> list[Any]:
 
 
 def matched_losses(
-    compiled: CompileLoss, y: Structure, y_pred: Structure, sample_weight: Structure
+    compiled: "CompileLoss", y: Structure, y_pred: Structure, sample_weight: Structure
 ) -> list[MatchedLoss]:
     """Returns which targets and outputs belong to which loss, matched by Keras itself.
 

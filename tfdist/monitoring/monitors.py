@@ -1,7 +1,5 @@
 """The recorder of a run and the sinks of its measurements: display, timeline, TensorBoard, profiler."""
 
-from __future__ import annotations
-
 import math
 import pathlib
 import resource
@@ -154,7 +152,7 @@ class Timeline(Callback):
         usage: Usage,
         flops: FlopsModel,
         experiment: config.Experiment,
-        board: Board | None,
+        board: "Board | None",
     ):
         super().__init__()
         self._folder, self._recorder, self._usage, self._board = folder, recorder, usage, board
@@ -290,7 +288,7 @@ class Board:
         if threading.excepthook == self._thread_failed:
             threading.excepthook = self._report
 
-    def _add(self, run: str, event: event_pb2.Event) -> None:
+    def _add(self, run: str, event: "event_pb2.Event") -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         def write() -> None:

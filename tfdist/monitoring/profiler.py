@@ -1,7 +1,5 @@
 """`--profile=FROM:TO`: a trace of some updates for TensorBoard's profiler, and its summary as text."""
 
-from __future__ import annotations
-
 import collections
 import pathlib
 import re
@@ -128,7 +126,7 @@ def operations(trace: bytes) -> tuple[collections.Counter, collections.Counter, 
     return times, counts, communication
 
 
-def _operation(plane: xplane_pb2.XPlane, event: xplane_pb2.XEvent) -> str:
+def _operation(plane: "xplane_pb2.XPlane", event: "xplane_pb2.XEvent") -> str:
     """Returns `layer/name (Type)` of an event that is an operation of TensorFlow, else an empty string."""
     name = plane.event_metadata[event.metadata_id].name
     for stat in event.stats:  # a GPU's kernel has the operation that it belongs to

@@ -1,7 +1,5 @@
 """Records a run: `history.jsonl`, the fields of `result.json`, its segments, and `environment.json`."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -310,7 +308,7 @@ def until(line: dict, updates: int) -> bool:
     return isinstance(number, (int, float)) and number <= updates
 
 
-def environment(distribution: Distribution, placement: Placement, options: Environment) -> dict[str, object]:
+def environment(distribution: Distribution, placement: "Placement", options: "Environment") -> dict[str, object]:
     """Returns the content of `environment.json`; the options of `placement` count where those of the run differ."""
     return {
         "strategy": distribution.name,

@@ -1,7 +1,5 @@
 """Has a program compiled for devices that are not here, in a process of the compilers' own environment."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -42,7 +40,7 @@ class Compiled:
     exchanged: int = 0  # bytes of a replica that go through all-reduces
 
 
-def compiled(program: Program, topology: Topology) -> Compiled:
+def compiled(program: "Program", topology: Topology) -> Compiled:
     """Compiles a program for a topology of as many devices as the program has replicas."""
     interpreter = environment.python(topology.compilers, f"--topology={topology.name}")
     with tempfile.TemporaryDirectory(prefix="tfdist-topology-") as folder:

@@ -4,8 +4,6 @@ L. N. Smith, *Cyclical Learning Rates for Training Neural Networks*, 2017, https
 section 3.3. The loss of each update is the mean over its global batch, so the result is the same under every strategy.
 """
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io
@@ -55,7 +53,7 @@ def plan(schedule: Plan) -> Plan:
     return dataclasses.replace(schedule, updates=UPDATES, epochs=epochs, **rates)  # type: ignore[arg-type]
 
 
-def run(prepared: Preparation, check_agreement: str, folder: RunFolder, distribution: Distribution) -> None:
+def run(prepared: "Preparation", check_agreement: str, folder: RunFolder, distribution: Distribution) -> None:
     """Runs the test, whose optimizer was made for `plan`; writes a table and a picture to the folder, nothing else."""
     losses = _Losses()
     logger.info(f"a test of learning rates: {UPDATES} updates, from {LOWEST:g} to {HIGHEST:g}")

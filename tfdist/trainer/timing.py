@@ -1,7 +1,5 @@
 """Where the time of a training goes. No TensorFlow."""
 
-from __future__ import annotations
-
 import dataclasses
 
 INPUT_LIMIT = 0.2  # share of the time spent waiting for input from which on it is worth a person's attention
@@ -25,7 +23,7 @@ class Spent:
         """Returns the seconds of all entries together."""
         return self.input + self.compute + (self.all_reduce or 0.0) + self.python
 
-    def __add__(self, other: Spent) -> Spent:
+    def __add__(self, other: "Spent") -> "Spent":
         unknown = self.all_reduce is None or other.all_reduce is None
         return Spent(
             self.input + other.input,

@@ -6,8 +6,6 @@ agree to rounding. Evaluations and predictions are checked forward, unless a tra
 are recorded in the user's cache, so that only a new one pays for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import inspect
@@ -145,7 +143,7 @@ class _Outcome(NamedTuple):
     is_conclusive: bool  # whether a difference would show in spite of rounding and random numbers
 
     @classmethod
-    def of(cls, probe: EquivalenceProbe) -> _Outcome:
+    def of(cls, probe: EquivalenceProbe) -> "_Outcome":
         """Computes the rows in both ways, and as a whole in the opposite order."""
         whole, backwards, parts = probe.run(True), probe.run(True, backwards=True), probe.run(False)
         types = {layer.compute_dtype for layer in keras_internals.flat_layers(probe.model)}

@@ -3,8 +3,6 @@
 The number of rows does not divide evenly. Nothing of what is computed stays in the model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import random
@@ -39,7 +37,7 @@ class ProbeResult(NamedTuple):
         values = [value for name, value in self.values.items() if not name.startswith(OUTPUT)]
         return all(np.isfinite(array).all() for array in (*values, *self.gradient))
 
-    def distance(self, other: ProbeResult) -> dict[str, float]:
+    def distance(self, other: "ProbeResult") -> dict[str, float]:
         """Returns relative differences by name; of the gradient the norm over all weights.
 
         By weight it would raise false alarms: biases that change nothing are pure rounding.

@@ -93,7 +93,8 @@ def _scan(path: str, thorough: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray
         if whole[:2] == b"\x1f\x8b":
             what = f"{path} is compressed with GZIP, which cannot be read by number"
             raise UserError(what, "write it again with tf.io.TFRecordWriter(path), which does not compress")
-        offsets, lengths, damaged, problems, at = [], [], [], [], 0
+        offsets, lengths, damaged, at = [], [], [], 0
+        problems: list[str] = []
         while at < size and not problems:
             check = at + _LENGTH.size
             start = check + _CHECK.size
