@@ -89,12 +89,15 @@ def _scan(path: str, thorough: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if whole is None:
         return *(np.zeros(0, np.int64),) * 3, [f"{path} is empty"]
+    problems: list[str] = []
     with whole:
         if whole[:2] == b"\x1f\x8b":
             what = f"{path} is compressed with GZIP, which cannot be read by number"
             raise UserError(what, "write it again with tf.io.TFRecordWriter(path), which does not compress")
-        offsets, lengths, damaged, at = [], [], [], 0
-        problems: list[str] = []
+        offsets: list[int] = []
+        lengths: list[int] = []
+        damaged: list[int] = []
+        at = 0
         while at < size and not problems:
             check = at + _LENGTH.size
             start = check + _CHECK.size
