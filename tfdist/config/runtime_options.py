@@ -142,16 +142,10 @@ class Environment(DisplayOptions, ResumeOptions, PlacementOptions):
     check_agreement: str = "auto"
     dry_run: bool = False
     topology: str = ""
-    find_learning_rate: bool = False
 
     def __post_init__(self):
         for part in (PlacementOptions, ResumeOptions, DisplayOptions):
             part.__post_init__(self)
-        unused = {"resume": self.resume == "require", "resume_changed": self.resume_changed, "requeue": self.requeue}
-        unused |= {"profile": bool(self.profile), "dry_run": self.dry_run}
-        if self.find_learning_rate and any(unused.values()):
-            name = next(name for name, present in unused.items() if present)
-            raise UserError(f"--find_learning_rate does not train, so --{name} has no effect", "leave it out")
         if not self.topology:
             return
         if not self.dry_run:
@@ -193,8 +187,6 @@ HELP = {
     "profile": "Trace the updates FROM:TO, for TensorBoard and as profile.txt.",
     "dry_run": "Print the plan, or why it could not run, and stop; writes nothing.",
     "topology": "With --dry_run: compile for these devices, which need not be here, such as v5e-8 or h100x8.",
-    "find_learning_rate": "Instead of training, let the rate grow over 200 updates, and write which ones can be used "
-    "into --workdir.",
     "communication": "How multi_worker sums: ring (gRPC) or nccl; auto: nccl between GPUs, between CPUs of one "
     "host its memory, else ring.",
     "bucket_bytes": "Smaller tensors share a message of about this size between workers; 0: none do.",

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 def train_and_evaluate(experiment: config.Experiment, environment: runtime_options.Environment) -> Result | None:
     """Runs an experiment from beginning to end; raises UserError or TrainingError, which the run folder tells, too.
 
-    Returns the `tfdist.monitoring.recorder.Result` that was also written to `result.json`; None after a dry run and
-    after a test of learning rates.
+    Returns the `tfdist.monitoring.recorder.Result` that was also written to `result.json`; None after a dry run.
     """
     # Imported here, so that --help answers at once.
     from tfdist.checkpoints import bucket_folder, resume
@@ -99,14 +98,7 @@ def _run(
     """Runs on every worker once the strategy has been started."""
     from tfdist.train.preparation import prepare
 
-    arguments = (experiment, environment, placement, folder, distribution, proposal)
-    if environment.find_learning_rate:
-        from tfdist.train import rate_search
-
-        prepared = prepare(*arguments, rate_search.plan)
-        rate_search.run(prepared, environment.check_agreement, folder, distribution)
-        return None
-    prepared = prepare(*arguments)
+    prepared = prepare(experiment, environment, placement, folder, distribution, proposal)
     if environment.dry_run:
         from tfdist.train import dry_run
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -67,12 +66,10 @@ def prepare(
     folder: RunFolder,
     distribution: Distribution,
     proposal: batch_size_search.BatchProposal,
-    change_plan: Callable[[schedule_lib.Plan], schedule_lib.Plan] = lambda plan: plan,
 ) -> Preparation:
     """Loads the data and builds the model. Every worker calls this with the same experiment.
 
-    Its batch and micro-batches may still change here, by this worker's proposal for `train.batch_size=auto`, and the
-    plan by `change_plan`.
+    Its batch and micro-batches may still change here, by this worker's proposal for `train.batch_size=auto`.
     """
     _announce(distribution, placement, experiment.train.virtual_replicas)
     experiment = batch_size_search.agreed(experiment, proposal, distribution)
@@ -82,7 +79,7 @@ def prepare(
         distribution.peers, experiment.data, lambda: registry.load(experiment, not environment.dry_run)
     )
     distribution.peers.check_same(registry.facts(data), "the data set")
-    schedule = change_plan(schedule_lib.make(experiment, data.examples, distribution.replicas))
+    schedule = schedule_lib.make(experiment, data.examples, distribution.replicas)
     logger.info(f"{experiment.name}: {schedule.describe()}")
     weights = class_weights.resolve(experiment.train.class_weight, data)
     with distribution.scope():
