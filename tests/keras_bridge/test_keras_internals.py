@@ -380,6 +380,7 @@ def test_variables_of_a_strategy_as_numbers(connect):
         float(variable)
     with keras_internals.variables_as_numbers(), keras_internals.variables_as_numbers():
         assert (float(variable), int(variable), float(variable.value)) == (1.5, 1, 1.5)
+        assert np.array(variable.value) == keras.ops.convert_to_numpy(variable) == 1.5
     with pytest.raises(TypeError):
         int(variable)
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import functools
 import json
 import pathlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -61,14 +60,13 @@ EXCEPTIONS = [
            "mirrored", ("test_nested_inputs", "test_on_batch_methods_*jit")),
     Except("the sum that its layer gives to add_loss is no mean over examples, and refused in one line", "mirrored",
            ("test_internal_only_loss",)),
-    Except("it makes a number of TensorFlow's own variable outside of fit, which under a strategy is none", "mirrored",
-           ("test_backup_corrupted", "test_best_case_*", "test_cooldown")),
-    Except("it makes a strategy of its own", "*", ("test_swap_ema_weights_with_tf_distribute",)),
 ]  # fmt: skip
-"""At most ten; each is a difference on purpose, or a reason of the test."""
+"""At most eight; each is a difference on purpose, or a reason of the test."""
 
 _PASSED = pytest.StashKey[set[str]]()
 """Names of the tests that plain Keras passes: those that it has passed so far, or all of them."""
+
+_DISTRIBUTION = pytest.StashKey[tfdist.Distribution]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -88,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         config.stash[_PASSED] = set(json.loads(config.getoption("--passed").read_text()))
         options = {"virtual_devices": 2, "threads": 1} if strategy == "mirrored" else {"threads": 1}
-        config.stash[_ANSWERS] = Answers(tfdist.connect(strategy, **options))
+        config.stash[_DISTRIBUTION] = tfdist.connect(strategy, **options)
     _stand_ins(pathlib.Path(config.rootpath))
 
 
@@ -145,58 +143,16 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _answered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs a test in the scope of the strategy, with tfdist behind the methods of the model."""
+def _answered(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs a test as a script after `patch_keras`."""
     import keras
 
     # Some diverge from one first guess in five, and tfdist ends a training whose loss is NaN.
     keras.utils.set_random_seed(0)
-    answers = request.config.stash.get(_ANSWERS, None)
-    if answers is None:
+    distribution = request.config.stash.get(_DISTRIBUTION, None)
+    if distribution is None:
         yield
         return
-    from keras.src import testing
-
-    set_up = testing.TestCase.setUp
-
-    def in_scope(test: testing.TestCase) -> None:
-        set_up(test)  # clears the session, and with it every scope
-        scope = answers.distribution.scope()
-        scope.__enter__()
-        test.addCleanup(scope.__exit__, None, None, None)
-
-    monkeypatch.setattr(testing.TestCase, "setUp", in_scope)
-    answers.replace(monkeypatch)
+    tfdist.patch_keras(distribution)
     yield
-
-
-class Answers:
-    """Keras' methods of a model that train, measure and predict, answered by tfdist.
-
-    Args:
-      distribution: under which tfdist answers.
-    """
-
-    def __init__(self, distribution: tfdist.Distribution):
-        self.distribution = distribution
-
-    def replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Puts tfdist behind the methods, for one test."""
-        import keras
-
-        trainer = next(c for c in keras.Model.__mro__ if "fit" in vars(c))
-        for ours in (tfdist.fit, tfdist.evaluate, tfdist.predict):
-            monkeypatch.setattr(trainer, ours.__name__, self._method(ours))
-
-    def _method(self, ours: Callable) -> Callable:
-        # Without being asked Keras returns a list or a number, and tfdist a dictionary.
-        like_keras = {"return_dict": False} if ours is tfdist.evaluate else {}
-
-        @functools.wraps(ours)
-        def method(model, *args, **kwargs):
-            return ours(model, *args, distribution=self.distribution, **like_keras | kwargs)
-
-        return method
-
-
-_ANSWERS = pytest.StashKey[Answers]()
+    tfdist.unpatch_keras()

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
@@ -495,7 +496,8 @@ def optimizer_updates(update: Callable) -> AbstractContextManager[None]:
     def make(theirs: Callable) -> Callable:
         return lambda self, grads, trainable_variables=None: update(theirs, self, grads, trainable_variables)
 
-    return patched((BaseOptimizer, "apply", make), (keras.optimizers.LossScaleOptimizer, "apply", make))
+    of_others = [getattr(keras.optimizers, name, None) for name in ("LossScaleOptimizer", "MultiOptimizer")]
+    return patched(*((owner, "apply", make) for owner in (BaseOptimizer, *of_others) if owner))
 
 
 # Callbacks.
@@ -567,13 +569,17 @@ def outside_scope() -> Iterator[None]:
 
 @contextlib.contextmanager
 def variables_as_numbers() -> Iterator[None]:
-    """Lets `float(optimizer.learning_rate)` and `int(optimizer.iterations)` work, within it, under every strategy.
+    """Lets `float(optimizer.learning_rate)`, `int` and `np.array` work, within it, under every strategy.
 
-    Keras hands both to TensorFlow's variable, and that of a strategy has neither method, though the plain one has. So a
+    Keras hands all to TensorFlow's variable, and that of a strategy lacks these methods, which the plain one has. So a
     callback that works on one device would end the training on two. Nothing public is between the two: the methods are
     added to TensorFlow's class.
     """
-    methods = {"__float__": lambda variable: float(variable.numpy()), "__int__": lambda variable: int(variable.numpy())}
+    methods = {
+        "__float__": lambda variable: float(variable.numpy()),
+        "__int__": lambda variable: int(variable.numpy()),
+        "__array__": lambda variable, dtype=None, copy=None: np.array(variable.numpy(), dtype, copy=copy),
+    }
     added = [name for name in methods if name not in vars(DistributedVariable)]
     for name in added:
         setattr(DistributedVariable, name, methods[name])
