@@ -33,7 +33,7 @@ class _Part(NamedTuple):
     """What a replica is of a global batch, while its step is traced."""
 
     replica: Replica
-    share: tf.Tensor  # its part of the examples, a float32 scalar
+    share: tf.Tensor  # its part of the examples, a scalar
     rows: MicroBatch
     inside: list[keras.optimizers.Optimizer]  # the optimizer that is applying a sum
     gradients: list[tf.Tensor]  # sums over all replicas that were not applied
@@ -79,7 +79,8 @@ def run_step(replica: Replica, method: str, rows: MicroBatch, count: tf.Tensor |
 
     Returns [1 + logs]: a number that is finite if the loss is, then the logs that are not results of metrics.
     """
-    share = tf.cast(rows.size, tf.float32) / divisor(count, tf.float32)
+    dtype = tf.float64 if keras.config.floatx() == "float64" else tf.float32
+    share = tf.cast(rows.size, dtype) / divisor(count, dtype)
     part = _tracing.part = _Part(replica, share, rows, [], [], {}, tf.compat.v1.get_default_graph(), [])
     try:
         model, replicas = replica.model, replica.distribution.replicas

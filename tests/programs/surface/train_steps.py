@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from programs.surface.optimizers import by_kind
 from programs.surface.program import L, Program, classes, compiled, features, normal, numbers, sparse
 
 ops, metrics = keras.ops, keras.metrics
@@ -344,6 +345,8 @@ def step(name, build, data, **kwargs):
 
 PROGRAMS = [
     step("plain", lambda: compiled(Plain(), "mse", metrics=[metrics.MeanAbsoluteError(name="mae")]), numbers),
+    step("with two optimizers in one, in float64", lambda: compiled(Plain(), "mse", by_kind()), numbers,
+         precision="float64", tolerance=1e-12),
     step("with weights", lambda: compiled(Weighted(), "mse"), weighed_numbers),
     step("for tests", lambda: compiled(OwnTestStep(), "mse"), numbers),
     step("for predictions", lambda: compiled(OwnPredictStep(), "mse"), numbers),
