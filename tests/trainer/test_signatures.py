@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from support import training_cases
+from support import refusals, training_cases
 
 import tfdist
 from tfdist.data import sources
@@ -441,11 +441,27 @@ def test_a_generator_goes_on_with_a_warning(connect, tmp_path, said):
         (dict(x=(b for b in [(tf.ragged.constant([[1.0]]), Y[:1])])), "a RaggedTensor cannot be batched evenly"),
         (dict(x=tf.sparse.from_dense(X), y=Y), "a SparseTensor cannot be batched evenly"),
         (dict(x=iter([(X, Y)])), "cannot train on list_iterator"),
+        (dict(x=X, y=Y, class_weight={"a": 1.0}), "must map class numbers, .* got 'a': 1.0: replace names by the num"),
+        (dict(x=X, y=Y, class_weight={-1: 1.0}), "must map class numbers, from 0 on"),
+        (dict(x=X, y=Y, class_weight={0: "1"}), "to weights, got 0: '1'"),
+        (dict(x=X, y=Y, class_weight=[1.0, 2.0, 3.0]), "class_weight must be a dict, got list"),
+        (dict(x=Y.astype(str), y=Y), "does not fit the model's inputs .Cast string to float is not supported.: change"),
+        (dict(x=X, y=Y.astype(str)), "targets have the shapes .., its outputs .3,. .Cast string to float is not sup"),
+        (dict(x=X[:, :2], y=Y), "expected axis -1 of input shape to have value 3, .* with shape .None, 2..: change"),
+        (dict(x=X, y=Y, validation_data=(X[:, :2], Y)), "expected axis -1 of input shape to have value 3, .*: change"),
+        (dict(x=X.reshape(22, 2, 3), y=Y[:22]), "Expected shape .None, 3., but .* incompatible shape .None, 2, 3..: "),
+        (dict(x={"a": X, "b": X}, y=Y), "the data does not fit the model's inputs .The structure of `inputs` do"),
     ],
 )
 def test_data_that_cannot_be_used(options, message, connect):
-    with pytest.raises(tfdist.UserError, match=message):
+    with refusals.refused(message):
         tfdist.fit(made(connect(1)), **(dict(verbose=0) | options))
+
+
+def test_a_class_without_a_weight_keeps_1():
+    """Also one that a loss ignores."""
+    source = sources.weigh_classes(sources.as_source(X[:3], np.array([-1, 0, 5])), {0.0: 2.0})
+    assert source.first_rows(3)[2].tolist() == [1, 2, 1]
 
 
 def test_data_that_ends_within_an_epoch_is_reported(connect, said):

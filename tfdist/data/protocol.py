@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import itertools
+import numbers
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -289,10 +290,17 @@ def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:
 
     Targets are class numbers [n] or [n, 1], or one-hot rows. Classes that are missing keep 1.
     """
-    classes = max(weights) + 1
+    if not isinstance(weights, Mapping):
+        raise UserError(f"class_weight must be a dict, got {type(weights).__name__}", "give {class number: weight}")
+    for number, factor in weights.items():
+        whole = isinstance(number, numbers.Real) and float(number).is_integer() and number >= 0
+        if not (whole and isinstance(factor, numbers.Real)):
+            what = f"class_weight must map class numbers, from 0 on, to weights, got {number!r}: {factor!r}"
+            raise UserError(what, "replace names by the numbers that the targets have")
+    classes = int(max(weights)) + 1
     factors = np.ones(classes + 1, keras.config.floatx())
     for number, factor in weights.items():
-        factors[number] = factor
+        factors[int(number)] = factor
 
     def add(x, y=None, weight=None):
         if y is None or keras.tree.is_nested(y):
@@ -302,7 +310,7 @@ def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:
             labels = tf.argmax(y, -1, tf.int32)
         else:
             labels = tf.cast(tf.reshape(y, [-1]), tf.int32)
-        factor = tf.gather(factors, tf.minimum(labels, classes))
+        factor = tf.gather(factors, tf.where(labels < 0, classes, tf.minimum(labels, classes)))
         return x, y, factor if weight is None else factor * tf.cast(weight, factor.dtype)
 
     return source.map_targets(add)

@@ -6,6 +6,7 @@ is taken apart into a numerator, which adds up over micro-batches and replicas, 
 
 import contextlib
 import enum
+import re
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -138,7 +139,7 @@ class Objective:
         if not compiled.built:
             try:
                 compiled(y, y_pred, None)  # Keras builds on its first call only
-            except (ValueError, KeyError, TypeError, tf.errors.InvalidArgumentError) as error:
+            except _MISFITS as error:
                 raise _misfit("loss does", y, y_pred, error) from error
             for entry in keras_internals.loss_entries(self._model()):
                 if entry.loss.reduction in (None, "none"):
@@ -149,7 +150,7 @@ class Objective:
                     )
         try:
             return keras_internals.matched_losses(compiled, y, y_pred, weight)
-        except (ValueError, KeyError, TypeError, tf.errors.InvalidArgumentError) as error:
+        except _MISFITS as error:
             raise _misfit("targets do", y, y_pred, error) from error
 
     def _of_slice(
@@ -234,10 +235,14 @@ def _of_scalar(
     return value if loss.reduction == "sum" else value * _fraction(rows, count, value.dtype)
 
 
+_MISFITS = ValueError, KeyError, TypeError, tf.errors.InvalidArgumentError, tf.errors.UnimplementedError
+
+
 def _misfit(what: str, y: Structure, y_pred: Structure, error: Exception) -> UserError:
     """Returns the error that names both sides, since Keras' own may be no more than a missing index."""
     shapes = [keras.tree.map_structure(lambda t: tuple(t.shape[1:]), side) for side in (y, y_pred)]
     reason = f"no {error.args[0]!r}" if isinstance(error, KeyError) and error.args else one_line(error, 200)
+    reason = re.sub(r"{{.*?}} | \[Op:.*", "", reason)
     return UserError(
         f"{what} not fit the model's outputs: an example's targets have the shapes {one_line(shapes[0])}, "
         f"its outputs {one_line(shapes[1])} ({reason})"

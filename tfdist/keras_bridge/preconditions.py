@@ -13,7 +13,7 @@ from tfdist.config import field_syntax
 from tfdist.data import sources
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals
 
 TRAINING = ("train_step", "compute_loss", "compute_metrics", "get_metrics_result")
@@ -231,6 +231,23 @@ def targets(model: keras.Model, output_shape: tuple, source: sources.Source) -> 
             y = y[y != ignored]
         if classes is not None and y.size:
             sources.check_labels(y, classes, "an output")
+
+
+_OF_INPUTS = re.compile(
+    r"[Ll]ayer ['\"]\S+ (is incompatible|expects) .*|Expected shape .*|Missing data for input .*"
+    r"|The structure of `inputs` .*|Cast string to \w+ is not supported|Computed output size would be zero.*",
+    re.DOTALL,
+)  # in what Keras says where the data has other inputs than a layer
+
+
+def input_misfit(error: Exception) -> UserError | None:
+    """Returns in one line what Keras complains of on pages: data that a layer does not take; None of other errors."""
+    text = str(error).partition("\x1b[0m")[0]
+    found = _OF_INPUTS.search(text)
+    if not found:
+        return None
+    reason = re.sub(r"(shape ?=?|received: )\(1,", r"\1(None,", one_line(found[0].partition("\n\n")[0], 300))
+    return UserError(f"the data does not fit the model's inputs ({reason})", "change the data, or the model's inputs")
 
 
 _OF_SIZE = re.compile(

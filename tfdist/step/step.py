@@ -241,6 +241,8 @@ class Step:
         except Exception as error:
             # Its own step may call something else, where there is no `call`, or give it all that fit was given.
             if isinstance(error, UserError) or not self.own_steps["train"]:
+                if misfit := preconditions.input_misfit(error):
+                    raise misfit from error
                 raise
             return None
         self._adding = keras_internals.adding_losses(model)

@@ -144,6 +144,10 @@ def run(step: Step, call: Callable[..., tuple], arguments: tuple, feed: Feed, up
         keras.tree.map_structure(lambda t: t.numpy(), first)  # waits for the end, where TensorFlow has not
     except UNREADABLE as error:
         raise explained(error, feed, update, peers) from error
+    except ValueError as error:
+        if misfit := preconditions.input_misfit(error):
+            raise misfit from error
+        raise
     finally:
         peers.doing("python", update)
     step.warm.add(id(call))
@@ -219,6 +223,7 @@ _FAULTS = "FailedPrecondition InvalidArgument NotFound OutOfRange ResourceExhaus
 _OWN_FAULTS = tuple(getattr(tf.errors, f"{name}Error") for name in _FAULTS.split())
 """Without a word of a collective in them, these have nothing to do with the other workers."""
 _COMPLAINTS = (
+    (r"Cast string to \w+ is not supported", ": the data has text where the model takes numbers"),
     (
         shared_memory_sum.OUT_OF_STEP.format(r"\d+", r"\d+"),
         ": what layers, losses and steps sum with all_reduce must not depend on the worker",

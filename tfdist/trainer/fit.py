@@ -135,7 +135,7 @@ def fit(
         steps_per_epoch=limited(steps_per_epoch, keras.config.max_steps_per_epoch(), "steps"),
     )
     _check(source, options)
-    if class_weight:
+    if class_weight is not None and len(class_weight):
         source = sources.weigh_classes(source, class_weight)
     preconditions.model_fits(model, options.distribution, accumulate, virtual_replicas)
     own, asked = preconditions.replaced(model, preconditions.TRAINING), options.changed(preconditions.OF_OUR_STEP)
