@@ -562,22 +562,12 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def ends(tmp_path_factory):
-    """How the command ends with each list of arguments."""
-    folder = tmp_path_factory.mktemp("bad")
-    (folder / "full").mkdir()
-    (folder / "full" / "precious.txt").write_text("mine")
-    (folder / "file").write_text("")
-    done = many_commands.run("tfdist.compare", [a for a, _ in BAD], folder, {}, str(REPOSITORY))
-    assert [path.name for path in (folder / "full").iterdir()] == ["precious.txt"]
-    return {tuple(end.args): end for end in done}
-
-
-@pytest.mark.parametrize("arguments, message", BAD, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
-def test_bad_input(arguments, message, ends):
-    done = ends[tuple(arguments)]
-    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+def test_bad_input(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious.txt").write_text("mine")
+    (tmp_path / "file").write_text("")
+    many_commands.refuses("tfdist.compare", BAD, tmp_path)
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["precious.txt"]
 
 
 def test_dry_run_gives_commands_that_hold_the_whole_experiment(run, tmp_path):

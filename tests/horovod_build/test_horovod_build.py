@@ -313,20 +313,6 @@ def test_a_python_that_belongs_to_the_system(tmp_path, monkeypatch):
         requirements.find(wanted, {"PATH": os.environ["PATH"]})
 
 
-def test_help_needs_no_tensorflow(bare):
-    done = bare.run("--help")
-    assert "already built" not in done.stdout and "imported" not in done.stderr
-    help_text = subprocess.run(
-        [bare.python, "-m", "tfdist.horovod_build", "--help"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    for flag in ("--[no]mpi: ", "--[no]nccl: ", "--sdist: "):
-        assert flag in help_text.stdout
-
-
 @pytest.mark.parametrize(
     "number, code, line",
     [

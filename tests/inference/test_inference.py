@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import REPOSITORY
-from support import processes
+from support import many_commands, processes
 from support.finished_runs import TRAIN, made_run
 from support.refusals import refused
 
@@ -565,71 +565,23 @@ BAD_FLAGS = [
     (["--workdr=run"], "Unknown command line flag 'workdr'. Did you mean: workdir ?"),
     (["--workdir=missing"], "--workdir=missing holds no run (no experiment.json that can be read): check the path"),
     (["--model=missing.keras"], "--model=missing.keras does not exist"),
-    (["--model=poison"], "--model=poison is a folder: give it as --workdir"),
+    (["--model=folder"], "--model=folder is a folder: give it as --workdir"),
     (["--workdir=run", "--overwrite", "--output=-"], "--overwrite without a file in --output has nothing to replace"),
     (["--workdir=missing", "--strategy=tpu"], "--strategy=tpu cannot run here: TensorFlow 2"),
 ]  # fmt: skip
 
 
-def test_bad_flags_need_no_tensorflow(run, tmp_path):
-    """In one process for all of them."""
-    (tmp_path / "poison").mkdir()
-    for name in ("tensorflow", "keras"):
-        (tmp_path / "poison" / f"{name}.py").write_text("raise AssertionError('imported')\n")
-    (tmp_path / "all.py").write_text(
-        """
-import json, sys
-from absl import flags
-from tfdist.config.commands import command_line
-from tfdist.errors import UserError
-from tfdist.evaluate import __main__ as evaluate
-from tfdist.inference import job
-from tfdist.predict import __main__ as predict
-job.define_flags()
-flags.DEFINE_bool("scores", False, "")
-for arguments in json.load(open("arguments.json")):
-    flags.FLAGS.remove_flag_values([n for n in flags.FLAGS if n.partition(".")[0] == "config"])
-    flags.FLAGS.unparse_flags()
-    for name in ("workdir", "model", "checkpoint", "output", "overwrite", "scores", "strategy"):
-        flags.FLAGS[name].unparse()
-    sys.argv = ["evaluate", *arguments]
-    try:
-        command_line.parse(sys.argv)
-        (predict if "--predict" in arguments else evaluate)._run(flags.FLAGS)
-        print("ERROR none")
-    except UserError as error:
-        print("ERROR", error)
-"""
-    )
-    (tmp_path / "arguments.json").write_text(json.dumps([a for a, _ in BAD_FLAGS]))
-    done = run("all", path=str(tmp_path / "poison"), PATH="/usr/bin:/bin")
-    said = [line.removeprefix("ERROR ") for line in done.stdout.splitlines() if line.startswith("ERROR ")]
-    assert len(said) == len(BAD_FLAGS), done.stdout + done.stderr
-    for line, (_, message) in zip(said, BAD_FLAGS, strict=True):
-        assert message in line
+def test_bad_flags_need_no_tensorflow(tmp_path):
+    (tmp_path / "folder").mkdir()
+    many_commands.refuses("tfdist.evaluate", BAD_FLAGS, tmp_path, PATH="/usr/bin:/bin")
 
 
-@pytest.mark.parametrize("flags, message", [
-    ([], "--output is missing: give a name that ends in .csv or .jsonl, or - for standard output"),
-    (["--output=p.txt"], "--output=p.txt is of no kind that is known: give a name"),
-])  # fmt: skip
-def test_predict_wants_a_file(flags, message, run):
-    done = run("tfdist.predict", "--workdir=run", *flags)
-    assert done.returncode == 2 and done.stderr.startswith(f"tfdist: error: {message}") and done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("name", ["evaluate", "predict"])
-def test_help(name, run, tmp_path):
-    """Without TensorFlow, in a terminal of 80 columns."""
-    (tmp_path / "tensorflow.py").write_text("raise AssertionError('tensorflow was imported')\n")
-    done = run(f"tfdist.{name}", "--help", path=str(tmp_path), COLUMNS="80")
-    assert f"python -m tfdist.{name}" in done.stdout and "imported" not in done.stderr
-    for flag in ("workdir", "model", "checkpoint", "output", "strategy", "config"):
-        assert f"  --{flag}: " in done.stdout, flag
-    flags = done.stdout[done.stdout.index("What most people need:") :]
-    assert all(len(line) <= 80 for line in flags.splitlines())
-    for flag in ("resume", "profile", "dry_run"):
-        assert f"--{flag}" not in flags and f"]{flag}" not in flags
+def test_predict_wants_a_file(tmp_path):
+    table = [
+        (["--workdir=run"], "--output is missing: give a name that ends in .csv or .jsonl, or - for standard output"),
+        (["--workdir=run", "--output=p.txt"], "--output=p.txt is of no kind that is known: give a name"),
+    ]
+    many_commands.refuses("tfdist.predict", table, tmp_path)
 
 
 def test_whoever_reads_has_had_enough():

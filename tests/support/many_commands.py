@@ -8,10 +8,13 @@ import atexit
 import contextlib
 import json
 import os
+import pathlib
 import runpy
 import subprocess
 import sys
 from importlib import import_module
+
+REPOSITORY = pathlib.Path(__file__).parent.parent.parent
 
 
 def run(module, each, cwd, environ, path):
@@ -23,6 +26,15 @@ def run(module, each, cwd, environ, path):
     done = subprocess.run(words, input=asked, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, check=True)
     ends = json.loads(done.stdout)
     return [subprocess.CompletedProcess(arguments, *end) for arguments, end in zip(each, ends, strict=True)]
+
+
+def refuses(module, table, cwd, path="", **environ):
+    """Fails unless the command refuses each list of arguments in one line, which has the message beside them."""
+    path = os.pathsep.join([*filter(None, [path]), str(REPOSITORY)])
+    done = run(module, [arguments for arguments, _ in table], cwd, environ, path)
+    for end, (_, message) in zip(done, table, strict=True):
+        assert (end.returncode, end.stdout) == (2, "") and end.stderr.startswith("tfdist: error: "), end
+        assert message in end.stderr and end.stderr.count("\n") == 1, end
 
 
 def main():

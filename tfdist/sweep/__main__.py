@@ -1,4 +1,4 @@
-"""Trains an experiment with several values of some fields, and says which are best.
+"""Trains an experiment with several values of some fields; says which are best.
 
     python -m tfdist.sweep --config=digits_mlp \\
         --over="optimizer.learning_rate=1e-2,1e-1; train.batch_size=32,64"
