@@ -127,6 +127,17 @@ def test_a_callback_measures_as_with_keras(world, connect):
             assert values == pytest.approx(expected[1], rel=1e-6) and names == expected[2]
 
 
+def test_calls_with_one_batch_return_what_keras_returns(world, connect):
+    expected = callback_scenes.calls(keras.Model, callback_scenes.plain(connect(1)))
+    for seen, said in scene(world, "on_batch"):
+        for a, b in zip(keras.tree.flatten(seen), keras.tree.flatten(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        message = (
+            r"worker 1 .* has other batches than worker 0 .*: give all workers the same, .* and seed random numbers"
+        )
+        assert re.match(message, said), said
+
+
 def test_a_child_that_ends_by_sys_exit_ends_no_worker(world, request):
     """It has inherited their exit handlers and connections."""
     if "horovod" in request.node.name:

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.data.batch_layout import Layout, MicroBatch
-from tfdist.keras_bridge import ema, optimizer_update
+from tfdist.keras_bridge import ema, keras_internals, optimizer_update
 from tfdist.keras_bridge.loss import LossTerm, Objective, objectives
 from tfdist.step.replica import StepSums
 
@@ -177,7 +177,7 @@ def test_averages_of_weights_begin_with_the_first_update():
         average = 0.75 * average + 0.25 * weight
     weight, optimizer = update(optimizer, GRADS)
     np.testing.assert_allclose(weight, weights[-1], rtol=1e-6)
-    variable = keras.Variable(weight)
+    (variable,) = keras_internals.optimized_variables(optimizer)
     with ema.instead(optimizer, [variable]):
         np.testing.assert_allclose(variable.numpy(), average, rtol=1e-6)
     np.testing.assert_array_equal(variable.numpy(), weight)

@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import sys
+import types
 
 import keras
 import tensorflow as tf
@@ -17,6 +18,7 @@ import tensorflow as tf
 import tfdist
 from support import training_cases
 from tfdist.keras_bridge import keras_internals
+from tfdist.trainer import on_batch as on_batch_lib
 
 L = keras.layers
 # Among the models is one whose replicas normalize by themselves.
@@ -289,5 +291,31 @@ def measured(distribution, folder):
     return {"found": callback.found, "said": said.getvalue(), "left": {"evaluate", "predict"} & set(vars(keras.Model))}
 
 
+def calls(by, model):
+    """Calls with batches of several lengths."""
+    x, y = training_cases.images(60)
+    batches = [(x[rows], y[rows]) for rows in (slice(24), slice(24, 48), slice(48, 55), slice(55, 56))]
+    several = lambda x, y: (
+        by.train_on_batch(model, x, y),
+        by.test_on_batch(model, x, y),
+        by.predict_on_batch(model, x),
+    )
+    return [several(*batch) for batch in batches], model.get_weights()
+
+
+def on_batch(distribution, folder):
+    """What calls return, and the message of each worker where the last one gives other inputs."""
+    options, x, y = {"distribution": distribution}, *training_cases.images(24)
+    names = "train_on_batch", "test_on_batch", "predict_on_batch"
+    by = types.SimpleNamespace(**{name: functools.partial(getattr(on_batch_lib, name), **options) for name in names})
+    model = plain(distribution)
+    seen = calls(by, model)
+    try:
+        by.train_on_batch(model, x + distribution.rank, y)
+        return seen, "nothing was noticed"
+    except tfdist.UserError as error:
+        return seen, str(error)
+
+
 SCENES = {"writers": writers, "backup": backup, "shuffled": shuffled, "stopped": stopped, "measured": measured}
-SCENES |= {"forked": forked, "changed": changed, "ended": ended}
+SCENES |= {"forked": forked, "changed": changed, "ended": ended, "on_batch": on_batch}

@@ -251,8 +251,11 @@ def host_slices(batch: Batch, layout: Layout) -> list[HostSlice]:
 def fetch(feed: tuple, i: tf.Tensor, layout: Layout) -> tuple:
     """Returns whether a feed has global batch `i`, and a function that takes it, as a `Batch`.
 
-    A feed is (table, rows [n, layout.batch], counts [n]) for data in memory, or (iterator,), in which `i` is the next.
+    A feed is (table, rows [n, layout.batch], counts [n]) for data in memory; (iterator,), in which `i` is the next; or
+    (batch, count) for a single one, of which it has this worker's rows.
     """
+    if len(feed) == 2:
+        return True, lambda: Batch(feed[0], (), feed[1])
     if len(feed) == 3:
         table, rows, counts = feed
 

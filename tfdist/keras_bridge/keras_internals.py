@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import loss as losses_of_keras
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random import seed_generator
@@ -375,6 +376,9 @@ def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> list[float] | 
     return model._flatten_metrics_in_order(logs)
 
 
+RESETS_ON_BATCH = "reset_metrics" in TensorFlowTrainer.train_on_batch.__code__.co_names
+"""Whether `train_on_batch` and `test_on_batch` return what a batch alone has come to, as since Keras 3.15; before, they
+went on from call to call, and nothing public tells."""
 averaged_function = operator.attrgetter("_fn", "_fn_kwargs")
 """The function that a MeanMetricWrapper averages, and its options; `get_config` gives them serialised."""
 

@@ -201,10 +201,14 @@ def average_statistics(model: keras.Model, distribution: Distribution, virtual_r
     if virtual_replicas:
         return
     with distribution.peers.during("call"):
-        # Rounding would let go of what is frozen, bit by bit.
-        kept = {id(v) for v in keras_internals.fixed_variables(model)}
-        gathered = [v for v in model.non_trainable_variables if id(v) not in kept]
-        distribution.average([v for v in gathered if v.dtype.startswith(("float", "bfloat"))])
+        distribution.average(averaged(model))
+
+
+def averaged(model: keras.Model) -> list[keras.Variable]:
+    """Returns the variables with what each replica gathers by itself and that is averaged."""
+    kept = {id(v) for v in keras_internals.fixed_variables(model)}  # rounding would let go of those, bit by bit
+    gathered = [v for v in model.non_trainable_variables if id(v) not in kept]
+    return [v for v in gathered if v.dtype.startswith(("float", "bfloat"))]
 
 
 def settle(model: keras.Model, distribution: Distribution, virtual_replicas: int = 0) -> None:

@@ -15,7 +15,7 @@ from tfdist.cluster.peers import Peers
 from tfdist.data.batch_layout import Batch, Layout, ReplicaBatch, fetch, host_slices
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
-from tfdist.keras_bridge import metrics
+from tfdist.keras_bridge import keras_internals, metrics
 from tfdist.step.replica import Replica, seconds_now
 
 
@@ -65,6 +65,9 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, step: Calla
     distribution = replica.distribution
 
     def call(feed: tuple, first: tf.Tensor, last: tf.Tensor, sums: tf.Tensor | None = None) -> CallResult:
+        alone = len(feed) == 2  # as `train_on_batch` gives it, which returns what is then in all metrics
+        if alone and keras_internals.RESETS_ON_BATCH:
+            metrics.reset(replica.model, distribution)
         # A data set in memory never waits for input: its order comes from Python.
         waits = distribution.timed and len(feed) == 1
 
@@ -116,13 +119,16 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, step: Calla
             ended=seconds_now(),
         )
         shapes = LoopState(*(tensor.shape for tensor in start))
-        end = tf.while_loop(
-            lambda *entries: tf.logical_and(LoopState(*entries).i < last, LoopState(*entries).more),
-            body,
-            start,
-            shape_invariants=shapes._replace(sums=tf.TensorShape([None])) if losses is None else shapes,
-            parallel_iterations=1 if distribution.workers > 1 else 10,  # two would have one name in flight twice
-        )
+        if alone:
+            end = body(*start)
+        else:
+            end = tf.while_loop(
+                lambda *entries: tf.logical_and(LoopState(*entries).i < last, LoopState(*entries).more),
+                body,
+                start,
+                shape_invariants=shapes._replace(sums=tf.TensorShape([None])) if losses is None else shapes,
+                parallel_iterations=1 if distribution.workers > 1 else 10,  # two would have one name in flight twice
+            )
         if losses is not None:
             metrics.add_losses(replica.model, distribution, end.sums, end.examples, running=sums is not None)
         return CallResult(
@@ -130,7 +136,7 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, step: Calla
             examples=end.examples,
             nonfinite=end.nonfinite,
             done=end.i - first,
-            metrics=metrics.results(replica.model, distribution, losses is None),
+            metrics=metrics.results(replica.model, distribution, alone or losses is None),
             measures=tf.stack([end.waited, end.reduced, end.norm]),
         )
 
@@ -228,7 +234,7 @@ class Totals:
     def logs(self, results: dict[str, tf.Tensor]) -> dict[str, Any]:
         """Returns the loss values so far beside these results of metrics, by name."""
         losses = self.sums / max(self.examples, 1.0)
-        return {**dict(zip(self._names, losses.tolist())), **{k: _as_python(v) for k, v in results.items()}}
+        return {**dict(zip(self._names, losses.tolist())), **{k: as_python(v) for k, v in results.items()}}
 
     def refresh(self) -> bool:
         """Goes on, as Keras, from what a callback has left in the metrics; returns whether one has changed them."""
@@ -261,7 +267,7 @@ class LastLogs:
 
     def logs(self, results: dict[str, tf.Tensor]) -> dict[str, Any]:
         """Returns the logs by name; as in Keras the metrics' results where the names are the same."""
-        values = {name: _as_python(tensor) for name, tensor in results.items()}
+        values = {name: as_python(tensor) for name, tensor in results.items()}
         plain = dict(zip(self._names.plain, self.sums[1:].tolist()))
         if {*plain, *self._names.of_metrics} == set(values):
             return values
@@ -277,7 +283,7 @@ class LastLogs:
         return before != self._seen
 
 
-def _as_python(tensor: tf.Tensor) -> float | np.ndarray:
+def as_python(tensor: tf.Tensor) -> float | np.ndarray:
     value = tensor.numpy()
     return float(value) if value.ndim == 0 else value
 

@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.cluster.env_vars import HOLD
-from tfdist.data.batch_layout import HostSlice, Layout, MicroBatch, ReplicaBatch
+from tfdist.data.batch_layout import HostSlice, Layout, MicroBatch, ReplicaBatch, unpack
 from tfdist.data.structures import Structure
 from tfdist.distributed.collectives import sum_in_order
 from tfdist.distributed.distribution import Distribution
@@ -158,7 +158,9 @@ class Replica:
         self.totals = tf.float32 if distribution.static_shapes else tf.float64  # of what is returned besides losses
         self.objective = Objective(model, distribution, jit=jit)
         self._takes_training = keras_internals.takes_training(model)
-        self.bare = False  # whether Keras would pass inputs alone to a step as they are, and not as a tuple of one
+        # Whether Keras would pass inputs alone to a step as they are, and not as a tuple of one; None where it would
+        # pass three entries always, as its `train_on_batch` does.
+        self.bare: bool | None = False
 
     model = property(operator.methodcaller("model_ref"))
     """The model, which the caller keeps alive."""
@@ -208,7 +210,9 @@ class Replica:
         return model(x, training=training) if self._takes_training else model(x)
 
     def as_keras_gives(self, data: tuple[Structure, ...]) -> Structure:
-        """Returns a batch in the form in which Keras' `fit` passes it to a model's own step."""
+        """Returns a batch in the form in which Keras passes it to a model's own step."""
+        if self.bare is None:
+            return unpack(data)
         return data[0] if self.bare and len(data) == 1 else data
 
     def predict(self, data: tuple[Structure, ...]) -> Structure:

@@ -96,8 +96,13 @@ def trains(model: keras.Model) -> None:
 
 def _owners(model: keras.Model, distribution: Distribution) -> tuple:
     """Returns the objects that a step is made for; none of them refers to the model."""
+    return (*compiled_parts(model, distribution), *model.trainable_variables)
+
+
+def compiled_parts(model: keras.Model, distribution: Distribution) -> tuple:
+    """Returns the objects that are others once the model is compiled anew."""
     compiled = keras_internals.compiled_loss(model), keras_internals.compiled_metrics(model)
-    return (distribution.strategy, *compiled, getattr(model, "optimizer", None), *model.trainable_variables)
+    return (distribution.strategy, *compiled, getattr(model, "optimizer", None))
 
 
 def _key(model: keras.Model, distribution: Distribution) -> tuple[int | str, ...]:
@@ -126,7 +131,9 @@ def read(step: Step, feed: Feed, update: int, limit: int) -> FeedCall:
         raise explained(error, feed, update, step.distribution.peers) from error
 
 
-def run(step: Step, call: Callable[..., tuple], arguments: tuple, feed: Feed, update: int | None = None) -> tuple:
+def run(
+    step: Step, call: Callable[..., tuple], arguments: tuple, feed: Feed | None, update: int | None = None
+) -> tuple:
     """Calls a compiled function, and turns its errors into those that a person can act on, see `explained`.
 
     Args:

@@ -204,7 +204,7 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
     distribution = step.distribution
     mark = fingerprint(step.model, distribution, rows, comparison) if choice == "auto" else ""
     passed = passed or bool(mark and (_cache_folder() / mark).exists())
-    states = distribution.peers.gather("whether the model has been checked", [passed, _crc(rows)])
+    states = distribution.peers.gather("whether the model has been checked", [passed, crc(rows)])
     if all(passed for passed, _ in states):
         return True
     if any(checksum != states[0][1] for _, checksum in states):
@@ -259,8 +259,8 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
     return True
 
 
-def _crc(rows: tuple[Structure, ...]) -> int:
-    checksum = 0
+def crc(rows: Structure, checksum: int = 0) -> int:
+    """Returns a checksum of the bytes of tensors, which goes on from another."""
     for tensor in keras.tree.flatten(rows):
         array = np.asarray(tensor)
         checksum = zlib.crc32(repr(array.tolist()).encode() if array.dtype == object else array.tobytes(), checksum)

@@ -1,0 +1,250 @@
+"""`train_on_batch`, `test_on_batch` and `predict_on_batch` of Keras: one global batch, one compiled function.
+
+Scripts call them in loops, again and again, so that all that can be prepared is, at the first call after `compile()`.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.checkpoints import training_state
+from tfdist.config.messages import logger
+from tfdist.data import arrays, python_batches, sources
+from tfdist.data.batch_layout import Layout
+from tfdist.data.structures import Structure
+from tfdist.distributed import connect
+from tfdist.distributed.distribution import Distribution
+from tfdist.errors import UserError
+from tfdist.keras_bridge import keras_internals, layer_state, preconditions
+from tfdist.step import step_calls
+from tfdist.step.batch_loop import CallResult, as_python
+from tfdist.verification import equivalence_check
+from tfdist.verification.replica_sync_check import ReplicaSyncCheck
+
+_COMPARED_EVERY = 16  # calls between two comparisons of the batches of all workers, which take a message each
+_ANY = 1 << 30  # batch of a layout whose functions take any number of examples
+
+
+def train_on_batch(
+    model: keras.Model,
+    x: Structure,
+    y: Structure = None,
+    sample_weight: Structure = None,
+    class_weight: Mapping[int, float] | None = None,
+    return_dict: bool = False,
+    *,
+    distribution: Distribution | None = None,
+    virtual_replicas: int = 0,
+    check_agreement: str = "auto",
+) -> Any:
+    """Makes one update of a compiled model with one global batch, as `model.train_on_batch` does.
+
+    Args:
+      x, y, sample_weight: of all rows; every worker gives the same ones, and computes those of its replicas.
+      class_weight: weight of the examples of each class.
+      return_dict: return values by name, and not in Keras' order.
+      distribution, virtual_replicas: as for `fit`.
+      check_agreement: as for `fit`, at the first call.
+
+    Raises:
+      UserError: the model, data or arguments do not fit together.
+      TrainingError: a worker is lost, or the replicas have come apart.
+    """
+    if class_weight is not None and sample_weight is not None:
+        raise UserError("sample_weight and class_weight both weigh the examples", "give one of them")
+    columns = _columns((x, y, sample_weight))
+    if class_weight is not None:
+        columns = sources.weigh_classes(arrays.Arrays(columns), class_weight).columns or ()
+    return _logs(model, "train", columns, _Options(distribution, virtual_replicas, check_agreement), return_dict)
+
+
+def test_on_batch(
+    model: keras.Model,
+    x: Structure,
+    y: Structure = None,
+    sample_weight: Structure = None,
+    return_dict: bool = False,
+    *,
+    distribution: Distribution | None = None,
+    virtual_replicas: int = 0,
+    check_agreement: str = "auto",
+) -> Any:
+    """Measures one global batch, as `model.test_on_batch` does; for arguments and errors see `train_on_batch`."""
+    columns = _columns((x, y, sample_weight))
+    return _logs(model, "test", columns, _Options(distribution, virtual_replicas, check_agreement), return_dict)
+
+
+def predict_on_batch(
+    model: keras.Model,
+    x: Structure,
+    *,
+    distribution: Distribution | None = None,
+    virtual_replicas: int = 0,
+    check_agreement: str = "auto",
+) -> Structure:
+    """Returns the model's outputs for one global batch, NumPy arrays, as `model.predict_on_batch` does."""
+    columns = _columns((x,))
+    run = _prepared(model, "predict", columns, _Options(distribution, virtual_replicas, check_agreement))
+    outputs, _ = run(columns)
+    return keras.tree.map_structure(lambda output: output.numpy(), outputs)
+
+
+def _columns(data: tuple) -> tuple:
+    """Returns (x,), (x, y) or (x, y, weight), tensors in the memory of the host, in Keras' type of numbers."""
+    floats = keras.config.floatx()
+
+    def column(value: object) -> tf.Tensor:
+        if isinstance(value, tf.Tensor):
+            return tf.cast(value, floats) if value.dtype.is_floating else value
+        array = python_batches.array(value)
+        return arrays.tensor(array.astype(floats, copy=False) if array.dtype.kind == "f" else array)
+
+    return keras.tree.map_structure(column, python_batches.without_missing(data))
+
+
+class _Options(NamedTuple):
+    """As for `fit`."""
+
+    distribution: Distribution | None
+    virtual_replicas: int
+    check_agreement: str
+
+
+def _logs(model: keras.Model, kind: str, columns: tuple, options: _Options, return_dict: bool) -> Any:
+    run = _prepared(model, kind, columns, options)
+    result = CallResult(*run(columns))
+    logs = run.totals.add(result) if run.totals else {k: as_python(value) for k, value in result.metrics.items()}
+    return logs if return_dict else keras_internals.metrics_in_order(model, logs)
+
+
+_PREPARED: dict[int, dict[str, "_OnBatch"]] = {}
+"""By the id of a model, until it is gone, and by `train`, `test` or `predict`."""
+
+
+def _prepared(model: keras.Model, kind: str, columns: tuple, options: _Options) -> "_OnBatch":
+    """Returns what was prepared for these calls since the model was compiled."""
+    distribution = options.distribution or connect.current(model.distribute_strategy)
+    prepared = _PREPARED.get(id(model))
+    if prepared is None:
+        prepared = _PREPARED[id(model)] = {}
+        weakref.finalize(model, _PREPARED.pop, id(model), None).atexit = False
+    parts = step_calls.compiled_parts(model, distribution)
+    key = (distribution.jit, options.virtual_replicas, *map(id, parts))
+    if kind not in prepared or prepared[kind].key != key:
+        prepared[kind] = _OnBatch(model, kind, columns, distribution, options)
+        prepared[kind].key, prepared[kind].owners = key, parts
+    return prepared[kind]
+
+
+class _Batch(arrays.Arrays):
+    """The first batch as a source."""
+
+    bare = None  # type: ignore[assignment]
+
+
+class _OnBatch:
+    """Calls of one kind for a model, as it is compiled.
+
+    What is trained is decided by the first one, as in Keras: a GAN's discriminator may be frozen afterwards for the
+    model that trains the generator.
+    """
+
+    key: tuple[object, ...]  # what it was made for
+    owners: tuple  # of the ids in it; held, or other objects could take them
+
+    def __init__(self, model: keras.Model, kind: str, columns: tuple, distribution: Distribution, options: _Options):
+        preconditions.among("check_agreement", options.check_agreement, equivalence_check.CHOICES)
+        virtual, self.kind, self._bare = options.virtual_replicas, kind, False if kind == "predict" else None
+        if kind != "predict":
+            preconditions.model_fits(model, distribution, 1, virtual)
+        else:
+            preconditions.scope(model, distribution)
+            if virtual:
+                preconditions.virtual(model, distribution, virtual)
+        source = _Batch(keras.tree.map_structure(np.asarray, columns))
+        self._first = source.size
+        self._layout = sources.layout_of(source, source.size, distribution, 1, least=False, virtual_replicas=virtual)
+        self.step = step = step_calls.step_of(model, distribution, source, kind == "predict", source.size)
+        step.replica.bare = self._bare
+        self._sync_check = ReplicaSyncCheck(distribution, optimizers=kind == "train")
+        averaged: list[keras.Variable] = []
+        if kind == "train":
+            self._prepare_training(options)
+            averaged = layer_state.averaged(model) if distribution.replicas > 1 and not virtual else []
+        else:
+            layer_state.average_statistics(model, distribution, virtual)
+            equivalence_check.check_forward(step, kind, options.check_agreement, virtual, source.entries)
+        self._average = tf.function(lambda: distribution.average(averaged), autograph=False) if averaged else None
+        if kind != "predict":
+            preconditions.targets(model, step.output_shape, source)
+            self.totals = step.totals(kind) if step.own_steps[kind] else None
+        self._functions: dict[tuple, tuple[Callable, tf.Tensor, Layout]] = {}  # by shapes and types of a batch
+        self._late = False  # whether a metric has created variables while it was traced, after the reset
+        self._batches = tf.constant(0), tf.constant(1)  # from and to which batch of a feed
+        self._calls = self._checksum = 0
+
+    def _prepare_training(self, options: _Options) -> None:
+        step, model, distribution = self.step, self.step.model, self.step.distribution
+        step_calls.trains(model)
+        step.prepare_training()
+        if not model.trainable_variables:
+            logger.info("WARNING: the model has no trainable weights: no update changes it")
+        training_state.separate_streams(model, distribution, apart=not options.virtual_replicas)
+        with layer_state.unchanged(training_state.gathered_variables(model)):
+            equivalence_check.check_training(step, options.check_agreement, options.virtual_replicas)
+
+    def __call__(self, columns: tuple) -> tuple:
+        """Returns what the compiled function returns for a batch, see `Step.compiled`."""
+        step, leaves = self.step, keras.tree.flatten(columns)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        step.replica.bare = self._bare
+        call, count, layout = self._functions.get(shapes) or self._function(shapes, columns)
+        self._compare(leaves)
+        if layout.local:
+            own = layout.of_worker(leaves[0].shape[0], 0)
+            rows = slice(own.start, own.start + own.size) if own.size else slice(1)
+            columns = keras.tree.map_structure(lambda tensor: tensor[rows], columns)
+        if self._late:
+            step.reset()
+        arguments = ((columns, count), *self._batches[: 1 if self.kind == "predict" else 2])
+        updates = self._calls - 1 if self.kind == "train" else None
+        variables = None if id(call) in step.warm else self._of_metrics()
+        result = step_calls.run(step, call, arguments, None, updates)
+        if variables is not None and variables != self._of_metrics():
+            self._late = keras_internals.RESETS_ON_BATCH
+        if self._average:  # somebody may read or save the statistics at any time
+            self._average()
+        return result
+
+    def _of_metrics(self) -> int:
+        return sum(len(metric.variables) for metric in self.step.model.metrics)
+
+    def _function(self, shapes: tuple, columns: tuple) -> tuple[Callable, tf.Tensor, Layout]:
+        """Returns the compiled function for a batch: one for as many rows as the first has, one for any others."""
+        step, layout, size = self.step, self._layout, arrays.Arrays(columns).size
+        if self._functions and self.kind == "train":
+            step_calls.trains(step.model)  # what is traced now would train what is trainable now
+        static = layout.static or (size == self._first and size % layout.replicas == 0)
+        batch = size if static else 1 << (size - 1).bit_length() if layout.local else _ANY
+        layout = dataclasses.replace(layout, batch=batch, none_empty=static and size >= layout.replicas)
+        if self.kind != "predict":
+            step.check_batches(self.kind, layout, [size])
+        self._functions[shapes] = step.compiled(self.kind, layout, full=static), tf.constant(size), layout
+        return self._functions[shapes]
+
+    def _compare(self, leaves: list[tf.Tensor]) -> None:
+        """Compares the batches of all workers, and their weights, from time to time."""
+        self._calls += 1
+        distribution = self.step.distribution
+        if distribution.workers > 1:
+            self._checksum = equivalence_check.crc(leaves, self._checksum)
+            if self._calls < _COMPARED_EVERY or self._calls % _COMPARED_EVERY == 0:
+                facts = {"checksum of all so far": self._checksum}
+                fix = "give all workers the same, of which each takes its own rows, and seed random numbers alike"
+                distribution.peers.check_same(facts, f"{self.kind}_on_batch {self._calls}", "batches", fix)
+        self._sync_check.check_if_due(self.step.model, self._calls)
