@@ -119,13 +119,12 @@ ARGUMENT = st.one_of(
 LINES = st.lists(ARGUMENT, min_size=1, max_size=4)
 
 
-def ends_well(arguments, tfds_dir):
+def ends_well(tfds_dir, arguments):
     """Runs it, without training, in a folder of its own, in which it leaves nothing."""
     with tempfile.TemporaryDirectory() as folder:
         line = adversary.judged(adversary.run("tfdist.train", [*TINY, *arguments], folder, tfds_dir))
         leaves_nothing(folder, [a.partition("data_dir=")[2] for a in arguments])
     event("refused" if line else "works")
-    return line
 
 
 def leaves_nothing(folder, but):
@@ -135,17 +134,7 @@ def leaves_nothing(folder, but):
     assert not left, left
 
 
-@pytest.mark.whole
-@adversary.examples(350)
-@given(arguments=LINES)
-def test_any_command_line(tfds_dir, arguments):
-    ends_well(arguments, tfds_dir)
-
-
-@adversary.few(3)
-@given(arguments=LINES)
-def test_a_few_command_lines(tfds_dir, arguments):
-    ends_well(arguments, tfds_dir)
+test_a_few_command_lines, test_any_command_line = adversary.few_and_many(3, 350, ends_well, arguments=LINES)
 
 
 # -- configs ------------------------------------------------------------------------

@@ -105,33 +105,20 @@ def tables(draw):
     return draw(alterations(text.encode(encoding, errors="replace")))
 
 
-CSV_OPTIONS = st.one_of(
-    st.sampled_from(["target=y", "", "target=a", "target=y, task=regression"]), adversary.mutated("target=y")
+@pytest.mark.whole
+@adversary.examples(1500)
+@given(
+    content=tables(),
+    options=st.one_of(
+        st.sampled_from(["target=y", "", "target=a", "target=y, task=regression"]), adversary.mutated("target=y")
+    ),
+    broken=st.sampled_from(config.CHOICES["data.on_error"]),
 )
-
-
-def a_table(content, options, broken):
+def test_any_table(content, options, broken):
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "t.csv")
         path.write_bytes(content)
         read(folder, name=f"csv:{path}", options=options, on_error=broken, train_split="train", eval_split="test")
-
-
-TABLE = dict(content=tables(), options=CSV_OPTIONS, broken=st.sampled_from(config.CHOICES["data.on_error"]))
-
-
-@pytest.mark.whole
-@adversary.few(15)
-@given(**TABLE)
-def test_some_tables(content, options, broken):
-    a_table(content, options, broken)
-
-
-@pytest.mark.whole
-@adversary.examples(1500)
-@given(**TABLE)
-def test_any_table(content, options, broken):
-    a_table(content, options, broken)
 
 
 # -- images -------------------------------------------------------------------------
@@ -179,24 +166,14 @@ def a_folder_of_images(images, broken, size):
         read(folder, name=f"image_folder:{folder}/data", on_error=broken, image_size=size)
 
 
-PICTURES = dict(
+test_an_image, test_any_images = adversary.few_and_many(
+    1,
+    150,
+    a_folder_of_images,
     images=st.lists(IMAGES, min_size=1, max_size=3),
     broken=st.sampled_from(config.CHOICES["data.on_error"]),
     size=st.sampled_from(["", "4", "4x6"]),
 )
-
-
-@adversary.few(1)
-@given(**PICTURES)
-def test_some_images(images, broken, size):
-    a_folder_of_images(images, broken, size)
-
-
-@pytest.mark.whole
-@adversary.examples(150)
-@given(**PICTURES)
-def test_any_images(images, broken, size):
-    a_folder_of_images(images, broken, size)
 
 
 # -- TFRecord files ---------------------------------------------------------------------
@@ -244,6 +221,13 @@ def record_files(draw):
     return draw(alterations(content + tail)) if draw(st.booleans()) else content + tail
 
 
+BYTES_IN_THE_MESSAGE = framed(example([FITTING[0]], [2])) + framed(b"\x80")
+"""TensorFlow cannot read the second record, and its message repeats it: Python cannot decode that."""
+KNOWN_BAD = dict(content=BYTES_IN_THE_MESSAGE, options="image=png, label=int64, classes=3", broken="refuse")
+
+
+@hypothesis.example(**KNOWN_BAD, image_size="", cache="auto")
+@hypothesis.example(**KNOWN_BAD, image_size="", cache="stream")
 def a_record_file(content, options, **data):
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "a.tfrecord")
@@ -251,33 +235,16 @@ def a_record_file(content, options, **data):
         read(folder, name=f"tfrecord:{path}", options=options, **data)
 
 
-RECORD_FILE = dict(
+test_some_record_files, test_any_record_file = adversary.few_and_many(
+    2,
+    500,
+    a_record_file,
     content=record_files(),
     options=RECORD_OPTIONS,
     broken=st.sampled_from(config.CHOICES["data.on_error"]),
     image_size=st.sampled_from(["", "4"]),
     cache=st.sampled_from(["auto", "stream"]),
 )
-
-
-BYTES_IN_THE_MESSAGE = framed(example([FITTING[0]], [2])) + framed(b"\x80")
-"""TensorFlow cannot read the second record, and its message repeats it: Python cannot decode that."""
-KNOWN_BAD = dict(content=BYTES_IN_THE_MESSAGE, options="image=png, label=int64, classes=3", broken="refuse")
-
-
-@adversary.few(2)
-@given(**RECORD_FILE)
-@hypothesis.example(**KNOWN_BAD, image_size="", cache="auto")
-@hypothesis.example(**KNOWN_BAD, image_size="", cache="stream")
-def test_some_record_files(content, options, **data):
-    a_record_file(content, options, **data)
-
-
-@pytest.mark.whole
-@adversary.examples(500)
-@given(**RECORD_FILE)
-def test_any_record_file(content, options, **data):
-    a_record_file(content, options, **data)
 
 
 # -- text ---------------------------------------------------------------------------
@@ -288,23 +255,6 @@ TEXTS = st.one_of(
     st.sampled_from([b"", b"a", b"\0" * 300, b"\xff\xfe" + "word ".encode("utf-16-le") * 80, b"ab" * 400]),
     alterations(b"All work and no play. " * 30),
 )
-TEXT = dict(
-    content=TEXTS,
-    options=st.one_of(st.sampled_from(["", "length=16", "length=1", "length=100000"]), adversary.mutated("length=16")),
-)
-
-
-@adversary.few(10)
-@given(**TEXT)
-def test_some_texts(content, options):
-    a_text(content, options)
-
-
-@pytest.mark.whole
-@adversary.examples(700)
-@given(**TEXT)
-def test_any_text(content, options):
-    a_text(content, options)
 
 
 def a_text(content, options):
@@ -312,6 +262,15 @@ def a_text(content, options):
         path = pathlib.Path(folder, "a.txt")
         path.write_bytes(content)
         read(folder, name=f"text:{path}", options=options, train_split="train[:80%]", eval_split="train[80%:]")
+
+
+test_some_texts, test_any_text = adversary.few_and_many(
+    10,
+    700,
+    a_text,
+    content=TEXTS,
+    options=st.one_of(st.sampled_from(["", "length=16", "length=1", "length=100000"]), adversary.mutated("length=16")),
+)
 
 
 # -- arrays and Parquet ---------------------------------------------------------------
@@ -336,13 +295,6 @@ def stored():
 
 
 STORED = stored()
-ARRAY_FILE = dict(
-    ending_and_content=st.sampled_from(sorted(STORED)).flatmap(
-        lambda ending: st.tuples(st.just(ending), st.one_of(alterations(STORED[ending]), st.binary(max_size=60)))
-    ),
-    cache=st.sampled_from(config.CHOICES["data.cache"]),
-    options=st.one_of(st.just(""), adversary.mutated("shape=(2, 2), classes=3")),
-)
 
 
 def an_array_file(ending_and_content, cache, options):
@@ -357,17 +309,16 @@ def an_array_file(ending_and_content, cache, options):
         read(folder, name=f"numpy:{path if ending == 'npz' else folder}", options=options, cache=cache)
 
 
-@adversary.few(15)
-@given(**ARRAY_FILE)
-def test_some_array_files(ending_and_content, cache, options):
-    an_array_file(ending_and_content, cache, options)
-
-
-@pytest.mark.whole
-@adversary.examples(1500)
-@given(**ARRAY_FILE)
-def test_any_array_file(ending_and_content, cache, options):
-    an_array_file(ending_and_content, cache, options)
+test_some_array_files, test_any_array_file = adversary.few_and_many(
+    15,
+    1500,
+    an_array_file,
+    ending_and_content=st.sampled_from(sorted(STORED)).flatmap(
+        lambda ending: st.tuples(st.just(ending), st.one_of(alterations(STORED[ending]), st.binary(max_size=60)))
+    ),
+    cache=st.sampled_from(config.CHOICES["data.cache"]),
+    options=st.one_of(st.just(""), adversary.mutated("shape=(2, 2), classes=3")),
+)
 
 
 # -- tar files ------------------------------------------------------------------------
@@ -401,7 +352,17 @@ def tar_files(draw):
     return draw(alterations(file.getvalue())) if draw(st.booleans()) else file.getvalue()
 
 
-TAR_FILE = dict(
+def a_tar_file(content, options, broken, cache):
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "a.tar")
+        path.write_bytes(content)
+        read(folder, name=f"webdataset:{path}", options=options, on_error=broken, cache=cache)
+
+
+test_some_tar_files, test_any_tar_file = adversary.few_and_many(
+    8,
+    150,
+    a_tar_file,
     content=tar_files(),
     options=st.one_of(
         st.sampled_from(["", "y=json", "y=json, field=a", "weight=json", "y=cls"]),
@@ -411,26 +372,6 @@ TAR_FILE = dict(
     broken=st.sampled_from(config.CHOICES["data.on_error"]),
     cache=st.sampled_from(["auto", "stream"]),
 )
-
-
-@adversary.few(8)
-@given(**TAR_FILE)
-def test_some_tar_files(content, options, broken, cache):
-    a_tar_file(content, options, broken, cache)
-
-
-@pytest.mark.whole
-@adversary.examples(150)
-@given(**TAR_FILE)
-def test_any_tar_files(content, options, broken, cache):
-    a_tar_file(content, options, broken, cache)
-
-
-def a_tar_file(content, options, broken, cache):
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "a.tar")
-        path.write_bytes(content)
-        read(folder, name=f"webdataset:{path}", options=options, on_error=broken, cache=cache)
 
 
 # -- prepared data sets of TFDS ---------------------------------------------------------
@@ -468,6 +409,7 @@ FEATURES = st.recursive(
 )
 
 
+@hypothesis.example(features={"pythonClassName": "this.Feature", "text": {}})
 def a_prepared_data_set(features):
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "strange/1.0.0")
@@ -478,15 +420,6 @@ def a_prepared_data_set(features):
     assert not {"this", "antigravity"} & sys.modules.keys(), "a module that a file names was imported"
 
 
-@adversary.few(10)
-@given(st.deferred(lambda: FEATURES))
-@hypothesis.example({"pythonClassName": "this.Feature", "text": {}})
-def test_some_prepared_data_sets(features):
-    a_prepared_data_set(features)
-
-
-@pytest.mark.whole
-@adversary.examples(500)
-@given(st.deferred(lambda: FEATURES))
-def test_any_prepared_data_set(features):
-    a_prepared_data_set(features)
+test_some_prepared_data_sets, test_any_prepared_data_set = adversary.few_and_many(
+    10, 500, a_prepared_data_set, features=st.deferred(lambda: FEATURES)
+)

@@ -137,13 +137,6 @@ def found(environ):
 
 
 @pytest.mark.whole
-@adversary.few(100)
-@given(environments())
-def test_some_environments(environ):
-    found(environ)
-
-
-@pytest.mark.whole
 @adversary.examples(5000)
 @given(environments())
 def test_any_environment(environ):

@@ -14,7 +14,7 @@ import socket
 import threading
 
 import pytest
-from hypothesis import event, given
+from hypothesis import event
 from hypothesis import strategies as st
 from support import adversary
 
@@ -75,19 +75,6 @@ def altered(draw, message):
 MESSAGES = st.one_of(adversary.values(), st.sampled_from(RIGHT).flatmap(altered), st.sampled_from(RIGHT))
 
 
-@adversary.few(100)
-@given(st.sampled_from(READERS), MESSAGES)
-def test_some_messages_as_a_reader_sees_them(reader_and_right, message):
-    read_by(reader_and_right[0], message)
-
-
-@pytest.mark.whole
-@adversary.examples(10000)
-@given(st.sampled_from(READERS), MESSAGES)
-def test_any_message_as_a_reader_sees_it(reader_and_right, message):
-    read_by(reader_and_right[0], message)
-
-
 def read_by(reader, message):
     try:
         read = reader(message)
@@ -97,6 +84,11 @@ def read_by(reader, message):
     else:
         assert reader(read) == read  # nothing is left to be made fit
         event("taken")
+
+
+test_some_messages_as_a_reader_sees_them, test_any_message_as_a_reader_sees_it = adversary.few_and_many(
+    100, 10000, read_by, reader=st.sampled_from([reader for reader, _ in READERS]), message=MESSAGES
+)
 
 
 # -- bytes ----------------------------------------------------------------------------
@@ -155,6 +147,7 @@ def door():
 
 
 def anything_before(door, pieces, many):
+    """Whoever knows the secret is let in, whatever was said before by how many others."""
     at, guests, strangers = door
     for _ in range(many):
         said_to(at, pieces)
@@ -168,18 +161,9 @@ def anything_before(door, pieces, many):
         adversary.is_one_line(strangers.get(timeout=LIMIT_S)[1])
 
 
-@adversary.few(30)
-@given(pieces=CONVERSATIONS, many=st.integers(1, 3))
-def test_some_bytes_before_the_handshake(door, pieces, many):
-    anything_before(door, pieces, many)
-
-
-@pytest.mark.whole
-@adversary.examples(1000)
-@given(pieces=CONVERSATIONS, many=st.integers(1, 20))
-def test_any_bytes_before_the_handshake(door, pieces, many):
-    """Whoever knows the secret is let in, whatever was said before by how many others."""
-    anything_before(door, pieces, many)
+test_some_bytes_before_the_handshake, test_any_bytes_before_the_handshake = adversary.few_and_many(
+    30, 1000, anything_before, pieces=CONVERSATIONS, many=st.integers(1, 20)
+)
 
 
 @pytest.mark.whole
@@ -227,7 +211,7 @@ def another_node(pieces):
             events.wait(LIMIT_S)
             link.take()
         connection.close()
-    return link.lost
+    adversary.is_one_line(link.lost)
 
 
 def another_worker(pieces):
@@ -242,33 +226,15 @@ def another_worker(pieces):
             watch._read(1)
     speaker.join(LIMIT_S)
     connection.close()
-    return watch.failure
+    adversary.is_one_line(watch.failure)
 
 
 WELL_READ = st.lists(st.one_of(BYTES, st.sampled_from(RIGHT).map(lambda m: json.dumps(m).encode() + b"\n")), max_size=5)
 
 
-@adversary.few(30)
-@given(pieces=WELL_READ)
-def test_some_bytes_of_another_node(pieces):
-    adversary.is_one_line(another_node(pieces))
-
-
-@pytest.mark.whole
-@adversary.examples(1000)
-@given(pieces=WELL_READ)
-def test_any_bytes_of_another_node(pieces):
-    adversary.is_one_line(another_node(pieces))
-
-
-@adversary.few(30)
-@given(pieces=WELL_READ)
-def test_some_bytes_of_another_worker(pieces):
-    adversary.is_one_line(another_worker(pieces))
-
-
-@pytest.mark.whole
-@adversary.examples(1000)
-@given(pieces=WELL_READ)
-def test_any_bytes_of_another_worker(pieces):
-    adversary.is_one_line(another_worker(pieces))
+test_some_bytes_of_another_node, test_any_bytes_of_another_node = adversary.few_and_many(
+    30, 1000, another_node, pieces=WELL_READ
+)
+test_some_bytes_of_another_worker, test_any_bytes_of_another_worker = adversary.few_and_many(
+    30, 1000, another_worker, pieces=WELL_READ
+)

@@ -182,11 +182,12 @@ def go_on(path):
     recorder.segments.record(recorder.updates, "completed")
 
 
-@adversary.few(4)
-@given(tamperings())
-def test_some_folders(tampering):
+def read_all(tampering):
     with tampered(*tampering) as folder:
         readers(folder)
+
+
+test_some_folders, test_any_folder = adversary.few_and_many(4, 1500, read_all, tampering=tamperings())
 
 
 # -- values of a finished run in which one bit is another ------------------------
@@ -233,28 +234,15 @@ def flipped_bit(finished, name, place, bit, by_checkpoint):
         (folder / name).write_bytes(whole)
 
 
-BITS = (st.sampled_from(VALUED), st.integers(0, 10**6), st.integers(0, 7), st.booleans())
-
-
-@adversary.few(60)
-@given(*BITS)
-def test_some_bits_change_no_value(finished, name, place, bit, by_checkpoint):
-    flipped_bit(finished, name, place, bit, by_checkpoint)
-
-
-@pytest.mark.whole
-@adversary.examples(1500)
-@given(*BITS)
-def test_no_bit_changes_a_value(finished, name, place, bit, by_checkpoint):
-    flipped_bit(finished, name, place, bit, by_checkpoint)
-
-
-@pytest.mark.whole
-@adversary.examples(1500)
-@given(tamperings())
-def test_any_folder(tampering):
-    with tampered(*tampering) as folder:
-        readers(folder)
+test_some_bits_change_no_value, test_no_bit_changes_a_value = adversary.few_and_many(
+    60,
+    1500,
+    flipped_bit,
+    name=st.sampled_from(VALUED),
+    place=st.integers(0, 10**6),
+    bit=st.integers(0, 7),
+    by_checkpoint=st.booleans(),
+)
 
 
 @pytest.mark.whole

@@ -10,7 +10,8 @@ import os
 import re
 import sys
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support import processes
@@ -33,6 +34,11 @@ def examples(count, **more):
 def few(count):
     """Settings for `make test`: the same few examples each time."""
     return examples(count, derandomize=True)
+
+
+def few_and_many(few_count, many_count, body, **strategies):
+    """The test of a body with few examples, for `make test`, and with many, for `make test-all`."""
+    return few(few_count)(given(**strategies)(body)), pytest.mark.whole(examples(many_count)(given(**strategies)(body)))
 
 
 # -- what is given ----------------------------------------------------------------
