@@ -11,7 +11,6 @@ import keras, numpy as np
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--threads", default="none")
-parser.add_argument("--kill", default="")
 parser.add_argument("--width", type=int, default=4)
 arguments = parser.parse_args()
 
@@ -20,8 +19,14 @@ class Kill(keras.callbacks.Callback):
         super().__init__()
         self.call = call
 
+    def get_state(self):
+        return {}
+
+    def set_state(self, state):
+        pass
+
     def on_train_batch_end(self, batch, logs=None):
-        if arguments.kill == f"{self.call}:{int(self.model.optimizer.iterations)}":
+        if os.environ.get("KILL") == f"{self.call}:{int(self.model.optimizer.iterations)}":
             os.kill(os.getpid(), signal.SIGKILL)
 
 def main():
@@ -116,7 +121,7 @@ def test_continues_after_kills_bit_for_bit(where, script, tmp_path):
     undisturbed = script(*where, "--workdir=undisturbed")
     flags = [*where, "--workdir=killed", "--checkpoint_every=1 steps"]
     for kill in ("2:11", "3:24"):
-        assert script(*flags, program=("train.py", f"--kill={kill}")).returncode == -9
+        assert script(*flags, KILL=kill).returncode == -9
     last = script(*flags)
     assert last.returncode == 0, last.stderr
     assert last.stdout == undisturbed.stdout
@@ -131,8 +136,69 @@ def test_a_call_that_has_changed_is_not_continued(script):
     assert script(*flags).returncode == 0
     changed = script(*flags, program=("train.py", "--epochs=3"))
     assert changed.returncode == 2
-    assert "call 1 of fit cannot continue: epochs was 2 and is 3: undo the change" in changed.stderr.splitlines()[-1]
+    assert (
+        "call 1 of fit cannot continue: arguments was [] and is ['--epochs=3']: undo the change"
+        in changed.stderr.splitlines()[-1]
+    )
     assert script(*flags, "--resume=never", program=("train.py", "--width=5")).returncode == 0
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("before, after, complaint", [
+    ("'tanh'", "'relu'", "call 1 of fit cannot continue: "),
+    ("optimizer='sgd'", "optimizer=keras.optimizers.SGD(0.3)", "call 1 of fit cannot continue: optimizer was "),
+    ("y * 1.0", "y * 2.0", "call 1 of fit cannot continue: the code of the script has changed: undo the change"),
+    ("# a", "# b", ""),
+])  # fmt: skip
+def test_a_changed_script_does_not_get_the_earlier_result(before, after, complaint, script, tmp_path):
+    text = """
+import keras, numpy as np
+x = np.ones((8, 2))
+def loss(y, p): return keras.ops.abs(p - y * 1.0)  # a
+model = keras.Sequential([keras.layers.Dense(2, 'tanh')])
+model.compile(loss=loss, optimizer='sgd')
+model.fit(x, x, verbose=0)
+"""
+    for content, code, line in ((text, 0, ""), (text.replace(before, after), 2 if complaint else 0, complaint)):
+        (tmp_path / "own.py").write_text(content)
+        done = script("--strategy=default", "--workdir=kept", program=("own.py",))
+        assert done.returncode == code and line in done.stderr, done.stderr
+    resumed = script("--strategy=default", "--workdir=kept", "--resume_changed", program=("own.py",))
+    assert resumed.returncode == 0 and ("WARNING: call 1 of fit continues though" in resumed.stderr) == bool(complaint)
+
+
+@pytest.mark.faults
+def test_what_only_the_script_knows_of_a_finished_call_is_made_again(script, tmp_path):
+    """A callback's own attributes, and a generator that later calls go on with."""
+    (tmp_path / "own.py").write_text("""
+import os, signal, sys
+import keras, numpy as np
+keras.utils.set_random_seed(1)
+class Best(keras.callbacks.Callback):
+    best = np.inf
+    def on_epoch_end(self, epoch, logs):
+        self.best = min(self.best, logs["loss"])
+def batches(draw=np.random.default_rng(2)):
+    for _ in range(3):
+        x = draw.normal(size=(4, 3))
+        yield x, x.sum(1, keepdims=True)
+model, best = keras.Sequential([keras.layers.Dense(1)]), Best()
+model.compile("sgd", "mse")
+x = np.random.normal(size=(12, 3))
+model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[best])
+print("history", model.fit(batches(), verbose=0).history)
+if "KILL" in os.environ:
+    os.kill(os.getpid(), signal.SIGKILL)
+print("history", model.fit(batches(), verbose=0).history)
+print("weights", best.best, [float(w.sum()) for w in model.get_weights()])
+""")
+    whole = script("--strategy=default", program=("own.py",))
+    flags = ("--strategy=default", "--workdir=kept")
+    assert script(*flags, program=("own.py",), KILL="1").returncode == -9
+    again = script(*flags, program=("own.py",))
+    assert again.returncode == 0 and again.stdout == whole.stdout, again.stderr
+    assert "call 1 of fit trains again from its start, with the same result: Best is a callback" in again.stderr
+    assert "call 2 of fit trains again from its start, with the same result: x is a generator" in again.stderr
 
 
 @pytest.mark.faults

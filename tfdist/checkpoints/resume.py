@@ -163,7 +163,7 @@ def refusal(what: str, odd: list[str]) -> str:
     """Returns the error message for a run folder or checkpoint of another experiment."""
     return (
         f"{what} is of another experiment ({'; '.join(odd[:5])}{'; ...' if len(odd) > 5 else ''}): "
-        "choose another --workdir or --config.name, or --resume=never, which sets the earlier run aside, "
+        "choose another --workdir, or --resume=never, which sets the earlier run aside, "
         "or --resume_changed"
     )
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
+import hashlib
 import json
 import os
 import pathlib
 import random
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -79,8 +84,13 @@ class KeptFits:
         folder = self._fits / f"{self._number:04d}"
         facts = _facts(model, arguments)
         before = self._recorded(folder)
-        if before and not self._options.resume_changed:
-            _check_same(self._number, facts, before["facts"])
+        if before:
+            _check_same(self._number, facts, before["facts"], self._options.resume_changed)
+            why = _own_callback(arguments) or (before["end"] is not None and _consumed(arguments))
+            if why:
+                logger.info(f"call {self._number} of fit trains again from its start, with the same result: {why}")
+                if self._distribution.is_chief:
+                    files.prune(folder, set())
         self._begin_random(folder, facts, before)
         changed = self._options.resume_changed
         kept = Checkpoints(folder, every=self._every, keep=2, resume="auto", changed=changed)
@@ -150,29 +160,82 @@ class KeptFits:
 
 def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
     """Returns what must be the same when a call of `fit` is continued."""
-    facts = {name: str(arguments[name]) for name in _SETTINGS if arguments.get(name) is not None}
+    facts = {"code": _code_digest(), "arguments": str(sys.argv[1:])}
+    facts |= {name: str(arguments[name]) for name in _SETTINGS if arguments.get(name) is not None}
+    facts["validation_data"] = "none" if arguments.get("validation_data") is None else "given"
+    facts["callbacks"] = str([type(callback).__name__ for callback in _callbacks(arguments)])
     facts["model"] = type(model).__name__
+    with contextlib.suppress(Exception):  # of a class of its own, whose code is compared
+        facts["model"] += f" {hashlib.sha256(model.to_json().encode()).hexdigest()[:16]}"
     facts["weights"] = str([tuple(variable.shape) for variable in model.variables])
     if model.compiled:
         facts["loss"] = str(keras.tree.map_structure(_name, model.loss))
         optimizer = keras_internals.inner_optimizer(model.optimizer)
-        settings = {k: v for k, v in optimizer.get_config().items() if isinstance(v, str | int | float | None)}
-        facts["optimizer"] = f"{type(optimizer).__name__} {settings | {'name': '', 'learning_rate': ''}}"
+        facts["optimizer"] = f"{type(optimizer).__name__} {optimizer.get_config() | {'name': ''}}"
     return facts
+
+
+def _code_digest() -> str:
+    """Returns a digest of the script and of the modules beside it, which comments and line breaks do not change."""
+    folder = pathlib.Path(sys.path[0] or ".").resolve()
+    paths = {pathlib.Path(getattr(module, "__file__", None) or "").resolve() for module in [*sys.modules.values()]}
+    digest = hashlib.sha256()
+    for path in sorted(path for path in paths if path.suffix == ".py" and path.is_relative_to(folder)):
+        if not any(path.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix)):
+            digest.update(_syntax(path))
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _syntax(path: pathlib.Path) -> bytes:
+    return ast.dump(ast.parse(path.read_bytes())).encode()
+
+
+def _callbacks(arguments: Mapping[str, Any]) -> list[keras.callbacks.Callback]:
+    given = arguments.get("callbacks") or []
+    return given.callbacks if isinstance(given, keras.callbacks.CallbackList) else keras.tree.flatten(given)
+
+
+def _own_callback(arguments: Mapping[str, Any]) -> str:
+    """Returns why what a callback has gathered cannot be restored, if so: that of the script's own may be anywhere."""
+    for callback in _callbacks(arguments):
+        theirs = type(callback).__module__.partition(".")[0] in ("keras", "tfdist")
+        if isinstance(callback, keras.callbacks.LambdaCallback) or not (theirs or hasattr(callback, "get_state")):
+            return f"{type(callback).__name__} is a callback of its own, without get_state and set_state"
+    return ""
+
+
+def _consumed(arguments: Mapping[str, Any]) -> str:
+    """Returns why a call that is left out would change the data of later ones, if so: other data than arrays may."""
+    for name in ("x", "validation_data"):
+        data = arguments.get(name)
+        plain = (int, float, str, type(None))
+        if not all(hasattr(leaf, "__array__") or isinstance(leaf, plain) for leaf in keras.tree.flatten(data)):
+            return f"{name} is a {type(data).__name__}, whose next pass may be another"
+    return ""
 
 
 def _name(thing: object) -> str:
     return thing if isinstance(thing, str) else str(getattr(thing, "name", getattr(thing, "__name__", thing)))
 
 
-def _check_same(number: int, here: Mapping[str, str], there: Mapping[str, str]) -> None:
-    for name in {**there, **here}:
-        if there.get(name) != here.get(name):
-            raise UserError(
-                f"call {number} of fit cannot continue: {name} was {there.get(name, 'not given')} and is "
-                f"{here.get(name, 'not given')}",
-                "undo the change, choose another --workdir, or --resume=never, which sets the earlier calls aside",
-            )
+def _check_same(number: int, here: Mapping[str, str], there: Mapping[str, str], changed: bool) -> None:
+    """Refuses a call that is not what was recorded, or says with `changed` that it goes on all the same."""
+    # What else has changed says more than that the code has; a digest of the model holds optimizer and loss.
+    names = sorted({**there, **here}, key=("model", "code").__contains__)
+    odd = [name for name in names if there.get(name) != here.get(name)]
+    if not odd:
+        return
+    what = f"{odd[0]} was {there.get(odd[0], 'not given')} and is {here.get(odd[0], 'not given')}"
+    what = "the code of the script has changed" if odd[0] == "code" else what
+    if changed:
+        logger.info(f"WARNING: call {number} of fit continues though {what}")
+        return
+    raise UserError(
+        f"call {number} of fit cannot continue: {what}",
+        "undo the change, choose another --workdir, --resume=never, which sets the earlier calls aside, or "
+        "--resume_changed",
+    )
 
 
 def _random_state() -> list[Any]:

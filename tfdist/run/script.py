@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pathlib
 import runpy
 import sys
 import traceback
+import types
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -73,7 +75,11 @@ def _executed(program: Program, distribution: Distribution) -> int:
         if program.is_module:
             runpy.run_module(program.name, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(program.name, run_name="__main__")
+            # `runpy.run_path` would take the module away before threads and exit handlers have ended.
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            main.__file__ = os.path.abspath(program.name)
+            with io.open_code(os.path.abspath(program.name)) as file:
+                exec(compile(file.read(), program.name, "exec"), vars(main))
         return 0
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):

@@ -20,13 +20,16 @@ from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import batch_norm, keras_internals
-from tfdist.trainer import evaluation, fit
+from tfdist.trainer import evaluation, fit, on_batch
 
 _METHODS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "fit": fit.fit,
         "evaluate": evaluation.evaluate,
         "predict": evaluation.predict,
+        "train_on_batch": on_batch.train_on_batch,
+        "test_on_batch": on_batch.test_on_batch,
+        "predict_on_batch": on_batch.predict_on_batch,
     }
 )
 _TRAINING = ("fit", "train_on_batch")
@@ -81,6 +84,9 @@ class KerasPatch:
             self._replace(type(self.distribution.strategy.extended), "should_checkpoint", True)
             for owner, name in _WRITERS:
                 self._replace(owner, name, self._written_once(getattr(owner, name)))
+        if self.distribution.workers > 1:
+            # It makes a variable on its way, which in the scope would wait for all workers.
+            self._replace(keras.Model, "load_weights", self._outside_scope(keras.Model.load_weights))
         for module in tf.distribute, tf.distribute.experimental:
             for name in filter(functools.partial(hasattr, module), _STRATEGIES):
                 self._replace(module, name, self._running(getattr(module, name)))
@@ -96,6 +102,10 @@ class KerasPatch:
     def _replace(self, owner: Any, name: str, new: object) -> None:
         self._undo.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, new)
+
+    def _outside_scope(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that is called outside of the scope, in which a variable of the chief's own would wait."""
+        return keras_internals.outside_scope()(function) if self.distribution.workers > 1 else function
 
     def _leave_scope(self) -> None:
         # Within a scope that the script itself has entered again, TensorFlow refuses to leave the outer one.
@@ -136,7 +146,7 @@ class KerasPatch:
         peers = self.distribution.peers
 
         @functools.wraps(theirs)
-        @keras_internals.outside_scope()
+        @self._outside_scope
         def write(model: keras.Model, filepath: str | os.PathLike, *args: Any, **options: Any) -> Any:
             path, name = pathlib.Path(filepath).absolute(), theirs.__name__
             if peers.is_apart or len(set(peers.gather(f"{name}()", str(path)))) > 1:
@@ -162,7 +172,7 @@ class KerasPatch:
         signature, name = inspect.signature(theirs), theirs.__name__
 
         @functools.wraps(theirs)
-        @keras_internals.outside_scope()  # tfdist enters it where it must
+        @self._outside_scope
         def method(*args: Any, **options: Any) -> Any:
             own = {option: options.pop(option) for option in [*options] if option not in signature.parameters}
             arguments = signature.bind(*args, **options).arguments | own  # tfdist's, or misspelled
