@@ -7,7 +7,6 @@ import ast
 import concurrent.futures
 import dataclasses
 import functools
-import os
 import pathlib
 import re
 import subprocess
@@ -193,44 +192,6 @@ def test_flags_and_fields_exist(page):
 @pytest.mark.parametrize("page", docs_commands.PAGES)
 def test_every_block_of_commands_is_run_or_says_why_not(page):
     docs_commands.blocks(page, (ROOT / page).read_text())
-
-
-MARKED = """
-<!-- commands: {mark} -->
-```
-A=1 python -m tfdist.train \\
-    --workdir=x
-{more}
-```
-"""
-
-
-def test_what_docs_test_makes_of_a_block(tmp_path):
-    def of(mark, more="make train"):
-        return docs_commands.blocks("p", MARKED.format(mark=mark, more=more))
-
-    assert of("not run, since it is slow")[0].not_run and of("side by side")[0].together
-    assert of("exit codes 0 124")[0].codes == (0, 124) and of("side by side")[0].line == 4
-    assert docs_commands.blocks("p", "```\ntfdist: printed\n```\n```python\nimport tfdist\n```\n") == []
-    for mark, more, complaint in (
-        ("skip", "make train", "is not understood"),
-        ("side by side", "ls", "'ls' is no command"),
-    ):
-        with pytest.raises(ValueError, match=complaint):
-            of(mark, more)
-    with pytest.raises(ValueError, match="not on the line above"):
-        docs_commands.blocks("p", "<!-- commands: side by side -->\n\n```\nmake train\n```\n")
-
-
-def test_docs_test_notices_what_fails(tmp_path):
-    """Also in the midst of a block; and what runs side by side may wait for each other."""
-    environ = {"PATH": os.environ["PATH"]}
-    of = lambda text, **how: docs_commands.run(docs_commands.Block("p", 1, text, **how), tmp_path, environ)
-    assert of("python3 -c 'exit(3)'\nexport A=1\n").startswith("exit code 3")
-    assert of("python3 -c 'exit(3)'\nexport A=1\npython3 -c 'exit(4)'\n", codes=(0, 3)).startswith("exit code 4")
-    assert of("python3 -c 'exit(3)'\n", codes=(0, 3)) == "" and of("export A=1\ntest $A = 1\n") == ""
-    os.mkfifo(tmp_path / "meet")
-    assert of("echo here > meet\nread word < meet\n", together=True) == ""
 
 
 @every_page

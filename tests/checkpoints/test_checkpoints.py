@@ -270,20 +270,6 @@ def test_the_newest_valid_one_is_used_and_the_damaged_one_set_aside(two, tmp_pat
     assert [p.name for p in files_lib.newest_first(folder)] == ["10"]
 
 
-def test_with_none_valid_it_does_not_begin_anew_in_silence(two, tmp_path):
-    folder = copy(two, tmp_path)
-    for number in ("10", "20"):
-        (folder / number / "state.json").write_text("{}")
-    with pytest.raises(UserError, match=r"none of the 2 checkpoints in .* is valid: .*--resume=never"):
-        choose(folder)
-
-
-def test_none_where_one_is_required(tmp_path):
-    assert choose(tmp_path) is None
-    with pytest.raises(UserError, match="--resume=require, and there is no checkpoint in"):
-        choose(tmp_path, required=True)
-
-
 @pytest.mark.whole
 def test_another_batch_is_refused_or_taken_between_epochs(connect, tmp_path, said):
     assert train(connect(1), stop=15, checkpoints=kept(tmp_path, every="2 epochs")) is None  # in the third epoch of 4
@@ -326,23 +312,9 @@ def test_another_model_is_refused(connect, tmp_path):
         train(connect(1), made=other, checkpoints=kept(tmp_path, every="1 epoch"))
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"every": "often"}, "checkpoint.every='often' is not understood: write 100 steps"),
-        ({"every": "0 steps"}, "is no interval: write off for none"),
-        ({"keep": 0}, "checkpoint.keep must be at least 1, got 0"),
-        ({"best": "least loss"}, "checkpoint.best='least loss' is not understood"),
-    ],
-)
-def test_wrong_options(options, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        kept(tmp_path, **options)
-
-
-def test_a_best_metric_that_nobody_measures(connect, tmp_path):
-    with pytest.raises(UserError, match=r"checkpoint.best=val_auc is not measured: choose one of accuracy, "):
-        train(connect(1), checkpoints=kept(tmp_path, every="1 epoch", best="val_auc"))
+def test_options_are_checked_like_the_fields_of_an_experiment(tmp_path):
+    with pytest.raises(UserError, match=r"checkpoint.every='often' is not understood: write 100 steps"):
+        kept(tmp_path, every="often")
 
 
 def test_epochs_of_unknown_length_cannot_be_counted(connect, tmp_path):
@@ -479,12 +451,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
         temporary.write_text("half of ano")
         raise ValueError
     assert path.read_text() == "one" and list(tmp_path.iterdir()) == [path]
-
-
-def test_doctor_says_what_a_resume_would_use(two):
-    newest, older = checkpoints_lib.checks(two, checkpoints_lib.examine(two))
-    assert (newest.status, older.status) == ("ok", "ok")
-    assert newest.finding.endswith("<- a resume goes on from here") and "resume" not in older.finding
 
 
 def test_requeueing_that_cannot_be_done(tmp_path, monkeypatch):

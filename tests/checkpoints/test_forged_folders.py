@@ -95,7 +95,7 @@ def test_a_forged_state_is_not_used(text, why, folder, said):
     for name in ("30", "40"):
         forge(folder / "checkpoints" / name, files.STATE, text.encode())
     fields = config.flat(json.loads((folder / "experiment.json").read_bytes()))
-    with pytest.raises(UserError, match=r"none of the 2 checkpoints in .* is valid"):
+    with pytest.raises(UserError, match=r"none of the 2 checkpoints in .* is valid: .*--resume=never"):
         resume.choose(folder / "checkpoints", {}, fields, False)
     assert len(said) == 2 and all(why in line and "\n" not in line for line in said)
     assert all(why in finding.problem for finding in doctor.examine(folder / "checkpoints"))

@@ -242,12 +242,6 @@ def test_slurm_requeues_the_job(slurm, hosts, start, tmp_path):
     ask("scancel", number)
 
 
-def test_requeue_outside_of_slurm(start):
-    program = start(*WAYS["default"], *FLAGS, "--requeue")
-    assert program.end() == 2
-    assert program.lines[-1].startswith("tfdist: error: --requeue is for Slurm's jobs, and SLURM_JOB_ID is not set")
-
-
 LOAD = """
 import sys, numpy as np, keras
 model = keras.saving.load_model("run/model.keras")
@@ -302,22 +296,6 @@ def test_a_whole_life_of_a_run_folder(start, tmp_path, whole):
     assert "the earlier run in run is now in run.1" in anew.text
     assert result(tmp_path)["weights_sha256"] == expected["weights_sha256"]
     assert len(list((tmp_path / "run.1/checkpoints").iterdir())) >= 3
-
-
-@pytest.mark.whole
-def test_two_runs_in_one_folder(start, tmp_path):
-    first = start(*WAYS["default"], *FLAGS, "--config.train.epochs=100000")
-    first.until("epoch      2/")
-    second = start(*WAYS["default"], *FLAGS, "--config.train.epochs=100000")
-    assert second.end() == 2
-    assert "--workdir=run is in use by another run (process " in second.lines[-1]
-    kill(first, random.Random(0))
-    first.end()
-    third = start(*WAYS["default"], *FLAGS, "--config.train.epochs=100000")
-    third.until("resuming after update ")  # the dead owner's lock is gone
-    stop(third)
-    assert third.end() == 143, third.text
-    assert not (tmp_path / "run/.lock").exists()
 
 
 @pytest.mark.whole

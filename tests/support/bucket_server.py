@@ -110,8 +110,7 @@ def serving():
 class GoogleServer:
     """A server that answers as Google's, in memory and with an empty bucket.
 
-    `fault` is as that of `Server`; an object that is being written is a `PUT` here, too. `wrote` may be set to a
-    function that is called with the name of each object when it has been written.
+    `fault` is as that of `Server`; an object that is being written is a `PUT` here, too.
     """
 
     scheme = "gs"
@@ -123,20 +122,12 @@ class GoogleServer:
 
         logging.getLogger("gcp_storage_emulator").setLevel(logging.ERROR)
         self._server = create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)
-        self._create = self._server._storage.create_file
-        self._server._storage.create_file = self._created
-        self.wrote = lambda name: None
         self.fault = lambda method, key: None
         self.requests = collections.Counter()
         self._server.start()
         web = self._server._api._httpd
         web.RequestHandlerClass = _faulty(web.RequestHandlerClass, self)
         self.environ = {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{web.server_port}"}
-
-    def _created(self, bucket, name, *content, **options):
-        made = self._create(bucket, name, *content, **options)
-        self.wrote(name)
-        return made
 
     def stop(self):
         self._server.stop()

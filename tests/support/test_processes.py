@@ -2,10 +2,8 @@
 
 import os
 import re
-import signal
 import sys
 
-import psutil
 import pytest
 from conftest import REPOSITORY
 
@@ -77,34 +75,6 @@ def test_files_are_passed_on_and_others_are_not(folder):
         os.close(fd)
 
 
-def waiting(**options):
-    """A forked process that has said that it runs."""
-    words = [sys.executable, "-c", "print('up', flush=True); import signal; signal.pause()"]
-    process = processes.Popen(words, stdout=processes.PIPE, text=True, **options)
-    assert process.forked and process.stdout.readline() == "up\n"
-    return process
-
-
-def test_it_is_a_child_that_signals_reach():
-    process = waiting()
-    assert psutil.Process(process.pid).ppid() == os.getpid()
-    process.send_signal(signal.SIGSTOP)
-    found = os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-    assert (found.si_code, found.si_status) == (os.CLD_STOPPED, signal.SIGSTOP)
-    with pytest.raises(processes.TimeoutExpired):
-        process.wait(0.01)
-    process.send_signal(signal.SIGCONT)
-    for number, code in ((signal.SIGTERM, -15), (signal.SIGKILL, -9), (signal.SIGINT, -2)):
-        process.send_signal(number)
-        assert process.wait(LIMIT_S) == code and process.poll() == code
-        assert not psutil.pid_exists(process.pid)  # nor a zombie
-        process.stdout.close()
-        process = waiting(stderr=processes.DEVNULL)
-    os.killpg(os.getpgid(process.pid), 0)
-    process.kill()
-    process.communicate()
-
-
 @pytest.mark.parametrize(
     "words, options",
     [
@@ -129,27 +99,3 @@ def test_what_needs_a_fresh_interpreter_has_one(words, options, tmp_path, monkey
     process = processes.Popen([sys.executable, *words], stdout=processes.PIPE, stderr=processes.PIPE, **options)
     process.communicate(timeout=LIMIT_S)
     assert not process.forked
-
-
-def test_a_launcher_gets_a_server_of_its_own(tmp_path):
-    """Its workers are its children: it sees how they end, and they end with it."""
-    (tmp_path / "worker.py").write_text(
-        "import os, signal, sys\nprint('parent', os.getppid(), 'keras' in sys.modules, os.getsid(0) == "
-        "os.getpid(), flush=True)\n"
-        "if os.environ['RANK'] == '0':\n"
-        "    open('said', 'w').close()\n"
-        "    signal.pause()\n"
-        "open('said').close()  # else the launcher may end the other one before it has printed\n"
-        "os.kill(os.getpid(), signal.SIGSEGV)\n"
-    )
-    os.mkfifo(tmp_path / "said")
-    words = [sys.executable, "-m", "tfdist.launch", "--nproc_per_node=2", "--", "worker.py"]
-    done = processes.Popen(
-        words, cwd=tmp_path, env=os.environ | ENVIRON, text=True, stdout=processes.PIPE, stderr=processes.PIPE
-    )
-    out, err = done.communicate(timeout=LIMIT_S)
-    assert done.forked and done.returncode == 128 + signal.SIGSEGV
-    assert sorted(line for line in out.splitlines() if "parent" in line) == [
-        f"[{rank}] parent {done.pid} True True" for rank in range(2)
-    ]
-    assert "was killed by SIGSEGV" in err
