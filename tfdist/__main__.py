@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -63,9 +63,11 @@ def _run(argv: Sequence[str]) -> int:
 def main() -> None:
     """Entry point of `tfdist` and of `python -m tfdist`."""
     if len(sys.argv) > 1 and sys.argv[1] in COMMANDS:
-        module = f"tfdist.{sys.argv.pop(1)}"
-        sys.argv[0] = module
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        # `runpy` would take a script's `__main__` away at the end, which its threads and exit handlers still need.
+        name = f"tfdist.{sys.argv.pop(1)}.__main__"
+        sys.argv[0], module = name, importlib.import_module(name)
+        sys.modules["__main__"] = module
+        module.main()
         return
     command_line.main(_run, _parse)
 

@@ -70,7 +70,7 @@ def _parse(argv: list[str]) -> list[str]:
     if program is None and not help_page.is_asked(own):
         command_line.parse_own([argv[0], *own])
         raise UserError("there is no script to run", _USAGE)
-    command_line.parse_own([argv[0], *own])
+    command_line.parse_own([argv[0], *own], tuple(runtime_options.HELP))
     assert program is not None
     if not program.is_module and not os.path.isfile(program.name):
         scripts = tuple(glob.glob(os.path.join(glob.escape(os.path.dirname(program.name)), "*.py")))

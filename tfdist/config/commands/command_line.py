@@ -111,10 +111,13 @@ def _help(names: Sequence[str], experiment: config.Experiment | None = None) -> 
     sys.exit(0)
 
 
-def parse_own(argv: list[str]) -> list[str]:
-    """Parses the flags of a command that takes no experiment, each complaint a `UserError` of one line."""
+def parse_own(argv: list[str], shared: Sequence[str] = ()) -> list[str]:
+    """Parses the flags of a command that takes no experiment, each complaint a `UserError` of one line.
+
+    For `--help` it has the flags `shared` with other commands, too.
+    """
     if help_page.is_asked(argv):
-        _help([])
+        _help(shared)
     config_files.fill_in(argv)
     return _parse_flags(argv)
 
