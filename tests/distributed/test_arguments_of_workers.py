@@ -10,6 +10,8 @@ CASES = {
     "shuffle": {"shuffle": (True, False)},
     "epochs": {"epochs": (1, 2)},
     "beta_1": {},
+    "activation": {},
+    "loss": {},
 }
 
 
@@ -25,8 +27,10 @@ def refusals():
     x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
     for name, options in CASES.items():
         with distribution.scope():
-            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-            model.compile(keras.optimizers.Adam(beta_1=0.9 - 0.1 * rank * (name == "beta_1")), "mse")
+            activation = "relu" if rank and name == "activation" else None
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, activation)])
+            loss = keras.losses.Huber(reduction="sum" if rank and name == "loss" else "sum_over_batch_size")
+            model.compile(keras.optimizers.Adam(beta_1=0.9 - 0.1 * rank * (name == "beta_1")), loss)
         own = {option: values[rank] for option, values in options.items()}
         try:
             tfdist.fit(model, x, y, batch_size=4, verbose=0, distribution=distribution, **own)
@@ -42,6 +46,9 @@ def test_other_arguments_of_a_worker_are_named():
     first, second = tfdist.launch(refusals, nproc=2, show=False)
     assert first == second
     assert first.pop("nothing") == ""
+    other = "has other layers or arguments of compile() than worker 0"
+    assert f"{other} (layer 2 (Dense) activation: relu and not linear): build and compile" in first.pop("activation")
+    assert f"{other} (loss reduction: sum and not sum_over_batch_size): build and compile" in first.pop("loss")
     for name, message in first.items():
         assert f"has other arguments of fit or of the optimizer than worker 0 ({name}: " in message
         assert "give all workers the same" in message

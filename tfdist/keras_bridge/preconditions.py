@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import keras
@@ -175,6 +177,54 @@ def reduce_dtype(name: str, distribution: Distribution) -> None:
     if name in (*distribution.lacks, *distribution.unsummed):
         instead = "bfloat16" if name == "float16" else "float16"
         raise UserError(f"reduce_dtype={name!r} cannot be used with --strategy={distribution.name}", f"use {instead}")
+
+
+_OF_PROCESS = ("name", "seed", "layers", "input_layers", "output_layers", "dtype", "vocabulary", "build_config")
+"""What configurations of the same model have of their own in each process, or what is compared elsewhere."""
+
+
+def same_model(model: keras.Model, distribution: Distribution, compiled: bool) -> None:
+    """Refuses, on all workers, a model of one of them with other layers, or if `compiled` with another loss."""
+    if distribution.workers == 1:
+        return
+    layers = keras_internals.flat_layers(model)
+    facts: dict[str, object] = {f"layer {i}": type(layer).__name__ for i, layer in enumerate(layers)}
+    facts["number of layers"] = len(layers)
+    parts = {f"layer {i} ({type(layer).__name__})": layer for i, layer in enumerate(layers)}
+    facts |= {f"{name} dtype": layer.compute_dtype for name, layer in parts.items()}
+    if compiled and getattr(model, "compiled", False):
+        parts |= zip(("loss", "loss_weights", "metrics", "weighted_metrics"), keras_internals.compiled_with(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a lambda, which is not loaded from there
+        for name, part in parts.items():
+            with contextlib.suppress(Exception):  # a layer of the user's need not have a configuration
+                facts |= _settings(name, part)
+    fix = "build and compile the same model on all workers"
+    distribution.peers.check_same(facts, "the model", "layers or arguments of compile()", fix)
+
+
+def same_weights(model: keras.Model, distribution: Distribution) -> None:
+    """Refuses, on all workers, a model of one of them with weights of other shapes, which none could broadcast."""
+    facts = {f"shape of weight {i}": str(tuple(v.shape)) for i, v in enumerate(model.variables)}
+    facts["number of weights"] = str(len(model.variables))
+    distribution.peers.check_same(facts, "the weights", "weights", "build the same model on all workers")
+
+
+def _settings(name: str, value: object) -> dict[str, object]:
+    """Returns what is simple in a configuration, by names for people."""
+    if isinstance(value, str | int | float | None):
+        return {name: str(value)}
+    if isinstance(value, list | tuple) and len(value) <= 32:  # a vocabulary has more
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        own = value.get("class_name")
+        if own and "config" in value:
+            inner = {"__lambda__": None, "function": value["config"]}.get(own, own)
+            return {name: inner} | (_settings(name, value["config"]) if inner == own else {})
+        parts = [_settings(f"{name} {key}", part) for key, part in value.items() if key not in _OF_PROCESS]
+        return {key: setting for part in parts for key, setting in part.items()}
+    config = value.get_config() if hasattr(value, "get_config") and not isinstance(value, type) else {}
+    return {name: getattr(value, "__name__", type(value).__name__)} | _settings(name, config)
 
 
 def among(name: str, choice: str, choices: tuple[str, ...]) -> None:

@@ -56,6 +56,7 @@ def step_of(
     if kept is not None and kept.key == key:
         kept.step.replica.bare = source.bare
         return kept.step
+    preconditions.same_model(model, distribution, not outputs_only)
     step = Step(model, distribution)
     try:
         rows = source.spread_rows(loss.SAMPLE_ROWS)
@@ -65,6 +66,7 @@ def step_of(
     if not outputs_only:
         step.take_more_rows(source)
     optimizer = [] if outputs_only else [v for o in preconditions.optimizers(model) for v in o.variables]
+    preconditions.same_weights(model, distribution)
     distribution.broadcast([*model.variables, *optimizer])
     if not outputs_only:
         if kept is None:
