@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import itertools
 import pathlib
 import re
-import types
 from typing import Any
 
 import keras
@@ -17,7 +16,6 @@ import tensorflow as tf
 import tfdist
 from programs.generated import user_code
 from programs.generated.writer import Program
-from tfdist.trainer import on_batch
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "mixed_bfloat16": 0.1}
 RANDOM = re.compile(
@@ -27,7 +25,6 @@ RANDOM = re.compile(
 """Layers whose random numbers depend on the number of replicas."""
 
 REFUSALS = [
-    ("normalizes with the rows of its own replica", r"momentum=0\.\d\)|BatchNormalization\("),
     ("leaves nothing to minimise", r"reduction='none'"),
     ("smaller than", r"batch_size=[12]\b|n, draw = 1,|uneven\(data, (1|4|5)\)|n, draw = 5,[^$]*uneven"),
     ("add it up over the replicas", r"RunningMaximum|renorm|KeepsMean"),
@@ -49,55 +46,53 @@ class Outcome:
 
 
 class Keras:
-    """Runs the calls of a program by Keras on one device."""
+    """Makes the calls of a program, which Keras answers, and notes what they return."""
 
-    by: Any = keras.Model
-    """Has `train_on_batch` and its relatives."""
-
-    def __init__(self, eagerly: bool):
-        self.seen: list[tuple[str, Any]] = []
+    def __init__(self, eagerly: bool = False):
+        self.notes: list[tuple[str, Any]] = []
         self.eagerly = eagerly
 
-    @property
-    def notes(self):
-        return self.seen
-
-    def scope(self):
-        return contextlib.nullcontext()
-
     def fit(self, model, *args, **kwargs):
-        with self._judging(model):
+        with self.judging(model):
             history = model.fit(*args, **kwargs, verbose=0)
-        self.seen.append(("history", history.history))
+        self.notes.append(("history", history.history))
         self._look(model)
 
     def evaluate(self, model, *args, **kwargs):
-        with self._judging(model):
-            self.seen.append(("evaluate", model.evaluate(*args, **kwargs, return_dict=True, verbose=0)))
+        with self.judging(model):
+            self.notes.append(("evaluate", model.evaluate(*args, **kwargs, return_dict=True, verbose=0)))
 
     def predict(self, model, *args, **kwargs):
-        with self._judging(model):
-            self.seen.append(("predict", model.predict(*args, **kwargs, verbose=0)))
+        with self.judging(model):
+            self.notes.append(("predict", model.predict(*args, **kwargs, verbose=0)))
 
-    def on_batch(self, model, x, y, w):
-        rows = keras.tree.map_structure(lambda a: None if a is None else a[:4], (x, y, w))
-        with self._judging(model):
-            self.seen.append(("test_on_batch", self.by.test_on_batch(model, *rows, return_dict=True)))
-            self.seen.append(("train_on_batch", self.by.train_on_batch(model, *rows, return_dict=True)))
-            self.seen.append(("predict_on_batch", self.by.predict_on_batch(model, rows[0])))
+    def on_batch(self, model, x, y, w, sizes):
+        """Calls of one batch, whose sizes differ."""
+        for size in sizes:
+            batch = keras.tree.map_structure(lambda a, end=size: None if a is None else a[:end], (x, y, w))
+            with self.judging(model):
+                self.notes.append(("test_on_batch", model.test_on_batch(*batch)))
+                self.notes.append(("train_on_batch", model.train_on_batch(*batch, return_dict=True)))
+                self.notes.append(("predict_on_batch", model.predict_on_batch(batch[0])))
         self._look(model)
 
-    def set_rate(self, model, rate):
-        with contextlib.suppress(TypeError):  # of a schedule
-            model.optimizer.learning_rate = rate
+    def set_rate(self, model, rate, assign):
+        with contextlib.suppress(TypeError, AttributeError):  # of a schedule
+            if assign:
+                model.optimizer.learning_rate.assign(rate)
+            else:
+                model.optimizer.learning_rate = rate
 
     def _look(self, model):
-        self.seen.append(("weights", model.get_weights()))
-        self.seen.append(("optimizer", [np.asarray(v) for v in model.optimizer.variables]))
+        self.notes.append(("weights", model.get_weights()))
+        self.notes.append(("optimizer", [np.asarray(v) for v in model.optimizer.variables]))
 
     @contextlib.contextmanager
-    def _judging(self, model):
+    def judging(self, model):
         """Keeps a model from what is known to be wrong of Keras: see `programs.surface.program`."""
+        if "apply" in vars(model.optimizer):  # in a callback
+            yield
+            return
         model.run_eagerly = model.run_eagerly or self.eagerly
         model.jit_compile, model.steps_per_execution = False, 1
         optimizer = model.optimizer
@@ -110,34 +105,11 @@ class Keras:
             del optimizer.apply
 
 
-class Tfdist(Keras):
-    """Runs them by tfdist."""
+class Patched(Keras):
+    """Makes the same calls, which tfdist answers while the patch is installed."""
 
-    def __init__(self, distribution, **options):
-        super().__init__(False)
-        self.distribution, self.options = distribution, options
-        names = "train_on_batch", "test_on_batch", "predict_on_batch"
-        calls = {name: functools.partial(getattr(on_batch, name), distribution=distribution) for name in names}
-        self.by = types.SimpleNamespace(**calls)
-
-    def scope(self):
-        return self.distribution.scope()
-
-    def _judging(self, model):
+    def judging(self, model):
         return contextlib.nullcontext()
-
-    def fit(self, model, *args, **kwargs):
-        options = {**kwargs, **self.options, "distribution": self.distribution, "verbose": 0}
-        self.seen.append(("history", tfdist.fit(model, *args, **options).history))
-        self._look(model)
-
-    def evaluate(self, model, *args, **kwargs):
-        result = tfdist.evaluate(model, *args, **kwargs, distribution=self.distribution, verbose=0)
-        self.seen.append(("evaluate", result))
-
-    def predict(self, model, *args, **kwargs):
-        result = tfdist.predict(model, *args, **kwargs, distribution=self.distribution, verbose=0)
-        self.seen.append(("predict", result))
 
 
 def run(program: Program, api: Keras, folder: pathlib.Path) -> Outcome:
@@ -149,26 +121,59 @@ def run(program: Program, api: Keras, folder: pathlib.Path) -> Outcome:
     folder.mkdir(parents=True, exist_ok=True)
     names = {n: getattr(keras, n) for n in ("callbacks", "losses", "metrics", "optimizers")}
     names |= {"keras": keras, "L": keras.layers, "np": np, "tf": tf, "schedules": keras.optimizers.schedules}
-    names |= {**vars(user_code), "uneven": uneven, "part": part, "undecayed": undecayed}
+    names |= {
+        **vars(user_code),
+        "rows": rows,
+        "once": once,
+        "uneven": uneven,
+        "tensors": tensors,
+        "part": part,
+        "undecayed": undecayed,
+    }
     try:
         exec(compile(program.text, f"program {program.seed}", "exec"), {**names, "api": api, "folder": folder})
+    except NameError:  # of the writer
+        raise
     except Exception as error:
-        return Outcome(api.seen, error)
+        return Outcome(api.notes, error)
     finally:
         keras.config.set_floatx("float32")
         keras.config.set_dtype_policy("float32")
-    return Outcome(api.seen)
+    return Outcome(api.notes)
 
 
 def by_keras(program: Program, folder: pathlib.Path) -> Outcome:
-    return run(program, Keras("ScheduleFree" in program.text), folder)
+    # In a graph the batch that ends data of unknown length counts as an update, and ScheduleFreeAdamW goes wrong.
+    return run(program, Keras(re.search(r"ScheduleFree|filter\(|once\(", program.text) is not None), folder)
+
+
+def by_tfdist(program: Program, distribution: tfdist.Distribution, folder: pathlib.Path) -> Outcome:
+    """Runs the same text after `patch_keras`."""
+    tfdist.patch_keras(distribution)
+    try:
+        return run(program, Patched(), folder)
+    finally:
+        tfdist.unpatch_keras()
+
+
+def rows(data):
+    return tf.data.Dataset.from_tensor_slices(data)
+
+
+def once(data, size):
+    """Yields the batches of arrays."""
+    yield from itertools.islice(user_code.endless(data, size), len(user_code.Rows(data, size)))
 
 
 def uneven(data, size):
     """Batches of `size` and of fewer."""
-    rows = tf.data.Dataset.from_tensor_slices(data)
-    half = len(rows) // 2
-    return rows.take(half).batch(size).concatenate(rows.skip(half).batch(max(1, size // 2)))
+    every = rows(data)
+    half = len(every) // 2
+    return every.take(half).batch(size).concatenate(every.skip(half).batch(max(1, size // 2)))
+
+
+def tensors(data):
+    return keras.tree.map_structure(tf.convert_to_tensor, data)
 
 
 def part(data):

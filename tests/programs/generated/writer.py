@@ -11,6 +11,19 @@ from programs.generated.layer_pieces import FLAT, INPUTS, MERGES, SAME
 from programs.generated.objective_pieces import STEP_TARGETS, TARGETS, Target
 
 FORMS = ["sequential", "functional", "functional", "subclass", "nested", "two inputs", "shared", "two outputs", "steps"]
+ROWS = [
+    "rows(data)",
+    "rows(data)",
+    "rows(data).filter(lambda *row: True)",  # of unknown number
+    "rows(data).shuffle(99, seed=1, reshuffle_each_iteration=False)",
+]
+BATCHES = {
+    "batched": "rows(data).batch({batch})",
+    "uneven": "uneven(data, {batch})",
+    "PyDataset": "Rows(data, {batch})",
+    "threads": "Rows(data, {batch}, workers=2)",
+    "generator": "endless(data, {batch})",
+}
 REDUCTIONS = ["reduction='sum'", "reduction='mean'", "reduction='mean_with_sample_weight'", "reduction='none'"]
 
 
@@ -56,7 +69,7 @@ class _Writer:
         model, inputs = self.model()
         if n == 1 and "BatchNormalization" in "".join(model):
             n = 3  # a row less its own mean is nothing but rounding, which Lamb makes as long as a weight
-        out = ["with api.scope():", *("    " + line for line in model), *self.compiling("    ")]
+        out = [*model, self.compiling()]
         out += [f"n, draw = {n}, Draw({self.seed})", *self.data(inputs), *self.calls(n, model)]
         if re.search(r"L\.Random|L\.A|Histogram|Equalization|Mel|Muon|[tT]op_?[kK]", "".join(out)):
             precision = "float32"  # these fail in float64
@@ -150,7 +163,7 @@ class _Writer:
 
     def kind(self) -> str:
         """The class of a functional model."""
-        self.own = self.pick(["OwnObjective", "LogsMore", "OwnStep"]) if self.chance(0.2) else ""
+        self.own = self.pick(["OwnObjective", "LogsMore", "OwnStep", "OwnFit", "OwnFit"]) if self.chance(0.25) else ""
         return self.own or "keras.Model"
 
     def of_steps(self) -> tuple[list[str], list[str]]:
@@ -164,7 +177,7 @@ class _Writer:
 
     # -- the objective --
 
-    def compiling(self, indent: str) -> list[str]:
+    def compiling(self) -> str:
         """The line that compiles."""
         options = [f"optimizer={self.optimizer()}", f"loss={self.loss()}"]
         if self.names and self.chance(0.4):
@@ -172,12 +185,14 @@ class _Writer:
         for kind, share in (("metrics", 0.7), ("weighted_metrics", 0.4)):
             if self.chance(share):
                 options.append(f"{kind}={self.metrics()}")
+        if self.chance(0.03):
+            options.append(self.pick(["jit_compile=False", "auto_scale_loss=False"]))
         if self.chance(0.02):
             options.append("run_eagerly=True")
         elif self.chance(0.08):
             options.append("steps_per_execution=3")
         self.compiled = f"model.compile({', '.join(options)})"
-        return [indent + self.compiled]
+        return self.compiled
 
     def per_output(self, values: list[str]) -> str:
         if self.outputs_are_dict or self.chance(0.5):
@@ -240,77 +255,97 @@ class _Writer:
 
     def calls(self, n: int, model: list[str]) -> list[str]:
         batch = self.pick([1, 4, 5, 7, 8, 16, 64]) if n <= 24 else self.pick([5, 7, 8, 16, 24, 64])
-        lines = [self.fit(n, batch, model)]
+        lines = [self.on_batch() if self.chance(0.08) else self.fit(n, batch, model)]
         lines += [look(batch) for look in (self.evaluate, self.predict) if self.chance(0.5)]
-        for action in self.some(["fit", "recompile", "save", "freeze", "rate", "weights", "batch"], 2)[:1]:
-            lines += self.further(action, n, batch, model)
+        actions = ["fit", "recompile", "save", "freeze", "rate", "weights", "on_batch", "on_batch"]
+        for action in self.some(actions, 2):
+            lines += [*self.further(action, model), self.fit(n, batch, model)]
+            if action == "weights":
+                lines += ["model.load_weights(folder / 'a.weights.h5')", self.evaluate(batch)]
         return lines
 
-    def further(self, action: str, n: int, batch: int, model: list[str]) -> list[str]:
-        """Lines of something that is done after a training."""
-        if action == "recompile":
-            return ["with api.scope():", *self.compiling("    "), self.fit(n, batch, model)]
-        if action == "freeze":
-            return [
-                "with api.scope():",
-                f"    model.layers[{self.pick([0, 1, -1])} % len(model.layers)].trainable = False",
-                *self.compiling("    "),
-                self.fit(n, batch, model),
-            ]
-        if action == "save":
-            if any("Chain(" in line or "Lambda(" in line for line in model):
-                return []
-            load = "    model = keras.models.load_model(folder / 'model.keras')"
-            return ["model.save(folder / 'model.keras')", "with api.scope():", load, self.fit(n, batch, model)]
-        if action == "weights":
-            load = "with api.scope():\n    model.load_weights(folder / 'a.weights.h5')"
-            return [
-                "model.save_weights(folder / 'a.weights.h5')",
-                self.fit(n, batch, model),
-                load,
-                self.evaluate(batch),
-            ]
-        if action == "rate":
-            return ["with api.scope():", "    api.set_rate(model, 0.02)", self.fit(n, batch, model)]
-        if action == "batch":
-            return ["api.on_batch(model, x, y, w)", self.fit(n, batch, model)]
-        return [self.fit(n, batch, model)]
+    def further(self, action: str, model: list[str]) -> list[str]:
+        """Lines of something that is done between two trainings."""
+        match action:
+            case "recompile":
+                return [self.compiling()]
+            case "freeze":
+                layer = f"model.layers[{self.pick([0, 1, -1])} % len(model.layers)]"
+                again = self.compiled if self.chance(0.5) else self.compiling()
+                return [f"{layer}.trainable = not {layer}.trainable", again]
+            case "save" if not any("Chain(" in line or "Lambda(" in line for line in model):
+                return [
+                    "model.save(folder / 'model.keras')",
+                    "model = keras.models.load_model(folder / 'model.keras')",
+                ]
+            case "weights":
+                return ["model.save_weights(folder / 'a.weights.h5')"]
+            case "rate":
+                return [f"api.set_rate(model, 0.02, assign={self.chance(0.5)})"]
+            case "on_batch":
+                return [self.on_batch()]
+        return []
+
+    def on_batch(self) -> str:
+        # Keras takes one weight for several outputs in fit alone.
+        weight = "None" if self.weight == "draw.weights(n)" and len(self.targets) > 1 else "w"
+        return f"api.on_batch(model, x, y, {weight}, {self.pick([(4,), (4, 4), (7, 3, 7), (3, 5), (5, 3, 4, 5)])})"
 
     def fit(self, n: int, batch: int, model: list[str]) -> str:
-        kind = self.pick(["arrays", "arrays", "arrays", "tf.data", "uneven", "PyDataset", "generator", "repeated"])
-        options = [f"epochs={self.pick([1, 2, 2, 3])}", "shuffle=False"]
+        kinds = ["arrays"] * 4 + ["tensors", "tf.data", *BATCHES, *["once"] * (self.own != "OwnFit")]
+        kind = self.pick(kinds)
+        first, epochs = int(self.chance(0.1)), self.pick([1, 2, 2, 3])
+        options = [f"epochs={first + epochs}", "shuffle=False"]
+        if first:
+            options.append("initial_epoch=1")
         steps = -(-n // batch)
-        if kind == "arrays":
-            given = f"x, y, batch_size={batch}"
+        classes = self.chance(0.3) and len(self.targets) == 1 and "classes(n)" in self.targets[0].data
+        if classes and self.weight == "None" and kind not in ("generator", "once"):
+            options.append("class_weight={0: 3.0, 2: 0.2, 4: 1.5}")
+        if kind in ("arrays", "tensors"):
+            given = "x, y" if kind == "arrays" else "tensors(x), tensors(y)"
+            given += f", batch_size={batch}"
             if self.weight != "None":
                 given += ", sample_weight=w"
-            elif len(self.targets) == 1 and "np.eye" in self.targets[0].data + "np.eye" and self.chance(0.3):
-                given += ", class_weight={0: 3.0, 2: 0.2}" if "classes(n)" in self.targets[0].data else ""
-        elif kind in ("tf.data", "repeated"):
-            given = f"tf.data.Dataset.from_tensor_slices(data).batch({batch})"
-            if kind == "repeated":
+            if self.chance(0.1):
+                options.append(f"steps_per_epoch={self.random.randint(1, steps)}")
+        elif kind == "tf.data":
+            given = f"{self.pick(ROWS)}.batch({batch})"
+            if self.chance(0.4):
                 given += ".repeat()"
                 options.append(f"steps_per_epoch={self.random.randint(1, steps + 2)}")
-        elif kind == "uneven":
-            given = f"uneven(data, {batch})"
-        elif kind == "PyDataset":
-            given = f"Rows(data, {batch})"
+            elif self.chance(0.2):
+                options.append(f"steps_per_epoch={steps}")
         else:
-            given = f"endless(data, {batch})"
-            options.append(f"steps_per_epoch={steps}")
-        if n >= 5 and self.chance(0.4):
-            if kind == "arrays" and self.chance(0.4):
-                options.append("validation_split=0.3")
-            else:
-                options.append("validation_data=part(data)")
-                if self.chance(0.3):
-                    options.append("validation_freq=2")
-                if self.chance(0.3) and kind == "arrays":
-                    options.append("validation_batch_size=3")
+            given = BATCHES[kind].format(batch=batch) if kind in BATCHES else f"once(data, {batch})"
+            if kind == "generator":
+                options.append(f"steps_per_epoch={steps}")
+            elif kind == "once":
+                epochs, options[0] = 1, f"epochs={first + 1}"
+        if n >= 5 and self.chance(0.5):
+            options += self.validation(kind, epochs)
         chosen = [c for c in self.some(CALLBACKS, 2) if self.suits(c, options, model)]
         if chosen:
             options.append(f"callbacks=[{', '.join(chosen)}]")
         return f"api.fit(model, {given}, {', '.join(options)})"
+
+    def validation(self, kind: str, epochs: int) -> list[str]:
+        if kind in ("arrays", "tensors") and self.chance(0.3):
+            return ["validation_split=0.3"]
+        form = self.pick(["arrays", "arrays", *BATCHES])
+        if form == "generator" and epochs > 1:
+            form = "batched"  # Keras repeats two of its batches, and goes on with whatever was not read ahead
+        options = [f"validation_data={BATCHES[form].format(batch=3) if form in BATCHES else 'data'}"]
+        options[0] = (
+            options[0].replace("data)", "part(data))").replace("data,", "part(data),").replace("=data", "=part(data)")
+        )
+        if form == "generator":
+            options.append("validation_steps=2")
+        if self.chance(0.3):
+            options.append(self.pick(["validation_freq=2", "validation_freq=[1, 3]"]))
+        if self.chance(0.3) and kind == form == "arrays":
+            options.append("validation_batch_size=3")
+        return options
 
     def suits(self, callback: str, options: list[str], model: list[str]) -> bool:
         """Whether Keras takes a callback beside these options."""
@@ -318,27 +353,21 @@ class _Writer:
             return "validation_" in str(options) and "validation_freq" not in str(options)
         if "EMA" in callback:
             return "use_ema" in self.compiled and "overwrite" not in self.compiled
-        if "LearningRateScheduler" in callback or "ReduceLR" in callback:
-            return "schedules" not in self.compiled
+        if "MultiOptimizer" in self.compiled and "Notes" in callback:
+            return False  # has no learning rate
+        if re.search("LearningRate|ReduceLR|Rates", callback):
+            return not re.search("schedules|MultiOptimizer", self.compiled)
+        if ".keras" in callback and any("Chain(" in line or "Lambda(" in line for line in model):
+            return False
         if "Batch" in callback or "batch" in callback:
             return "steps_per_execution" not in self.compiled  # which says how often it is called
         return "Backup" not in callback or "keras.Input(" in model[0]
 
     def evaluate(self, batch: int) -> str:
         weights = ", sample_weight=w" if self.weight != "None" else ""
-        return self.pick(
-            [
-                f"api.evaluate(model, x, y, batch_size={batch}{weights})",
-                f"api.evaluate(model, tf.data.Dataset.from_tensor_slices(data).batch({batch}))",
-                f"api.evaluate(model, uneven(data, {batch}))",
-                f"api.evaluate(model, Rows(data, {batch}))",
-            ]
-        )
+        given = self.pick([f"x, y, batch_size={batch}{weights}", *(b.format(batch=batch) for b in BATCHES.values())])
+        return f"api.evaluate(model, {given}{', steps=2' if 'endless' in given else ''})"
 
     def predict(self, batch: int) -> str:
-        return self.pick(
-            [
-                f"api.predict(model, x, batch_size={batch})",
-                f"api.predict(model, tf.data.Dataset.from_tensor_slices((x,)).batch({batch}))",
-            ]
-        )
+        given = self.pick([f"x, batch_size={batch}", *(b.format(batch=batch) for b in BATCHES.values())])
+        return f"api.predict(model, {given.replace('data', '(x,)')}{', steps=2' if 'endless' in given else ''})"
