@@ -89,7 +89,7 @@ class Layout:
 
     def of_replica(self, count: int | tf.Tensor, micro: int | tf.Tensor, replica: int | tf.Tensor) -> RowRange:
         """Returns the rows of a replica in a micro-batch."""
-        if isinstance(count, int) and self.even:
+        if isinstance(count, int) and count == self.batch and self.even:
             return RowRange((micro * self.replicas + replica) * self.max_micro_rows, self.max_micro_rows)
         before, size = self.micro_batch(count, micro)
         start, size = _split(size, self.replicas, replica)

@@ -15,7 +15,6 @@ import tensorflow as tf
 from tfdist.checkpoints import training_state
 from tfdist.config.messages import logger
 from tfdist.data import arrays, python_batches, sources
-from tfdist.data.batch_layout import Layout
 from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
@@ -183,7 +182,8 @@ class _OnBatch:
         if kind != "predict":
             preconditions.targets(model, step.output_shape, source)
             self.totals = step.totals(kind) if step.own_steps[kind] else None
-        self._functions: dict[tuple, tuple[Callable, tf.Tensor, Layout]] = {}  # by shapes and types of a batch
+        # By shapes and types of a batch: the function, the number of examples, and the rows of this worker, if several.
+        self._functions: dict[tuple, tuple[Callable, tf.Tensor, slice | None]] = {}
         self._late = False  # whether a metric has created variables while it was traced, after the reset
         self._batches = tf.constant(0), tf.constant(1)  # from and to which batch of a feed
         self._calls = self._checksum = 0
@@ -203,11 +203,9 @@ class _OnBatch:
         step, leaves = self.step, keras.tree.flatten(columns)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         step.replica.bare = self._bare
-        call, count, layout = self._functions.get(shapes) or self._function(shapes, columns)
+        call, count, rows = self._functions.get(shapes) or self._function(shapes, columns)
         self._compare(leaves)
-        if layout.local:
-            own = layout.of_worker(leaves[0].shape[0], 0)
-            rows = slice(own.start, own.start + own.size) if own.size else slice(1)
+        if rows:
             columns = keras.tree.map_structure(lambda tensor: tensor[rows], columns)
         if self._late:
             step.reset()
@@ -224,7 +222,7 @@ class _OnBatch:
     def _of_metrics(self) -> int:
         return sum(len(metric.variables) for metric in self.step.model.metrics)
 
-    def _function(self, shapes: tuple, columns: tuple) -> tuple[Callable, tf.Tensor, Layout]:
+    def _function(self, shapes: tuple, columns: tuple) -> tuple[Callable, tf.Tensor, slice | None]:
         """Returns the compiled function for a batch: one for as many rows as the first has, one for any others."""
         step, layout, size = self.step, self._layout, arrays.Arrays(columns).size
         if self._functions and self.kind == "train":
@@ -234,7 +232,12 @@ class _OnBatch:
         layout = dataclasses.replace(layout, batch=batch, none_empty=static and size >= layout.replicas)
         if self.kind != "predict":
             step.check_batches(self.kind, layout, [size])
-        self._functions[shapes] = step.compiled(self.kind, layout, full=static), tf.constant(size), layout
+        call, rows = step.compiled(self.kind, layout, full=static), None
+        if layout.local:
+            (own,) = layout.worker_positions(size)
+            rows = slice(own[0], own[-1] + 1) if own.size else slice(1)
+            call = call if static else _for_any_rows(call, columns)
+        self._functions[shapes] = call, tf.constant(size), rows
         return self._functions[shapes]
 
     def _compare(self, leaves: list[tf.Tensor]) -> None:
@@ -248,3 +251,21 @@ class _OnBatch:
                 fix = "give all workers the same, of which each takes its own rows, and seed random numbers alike"
                 distribution.peers.check_same(facts, f"{self.kind}_on_batch {self._calls}", "batches", fix)
         self._sync_check.check_if_due(self.step.model, self._calls)
+
+
+def _for_any_rows(call: Callable, columns: tuple) -> Callable:
+    """Returns a function that is traced once for any number of rows, at the same call on all workers.
+
+    Traced for the rows of its own, one worker may have a trace already where another one makes one, and the sums of two
+    traces do not belong together.
+    """
+    anything = lambda tensor: tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
+    traced: list[object] = []
+
+    def traced_call(data: tuple, *batches: tf.Tensor) -> tuple:
+        if not traced:
+            general = keras.tree.map_structure(anything, columns), tf.TensorSpec([], tf.int32)
+            traced.append(call.get_concrete_function(general, *batches))
+        return call(data, *batches)
+
+    return traced_call
