@@ -207,6 +207,10 @@ def test_two_workers_train_as_one_and_name_files_that_both_write(script, tmp_pat
     more = f"""
     open("notes.txt", "w").close()
     for path in "m.keras", {own}:
+        for best_only in True, False:
+            saves = keras.callbacks.ModelCheckpoint(path, "loss", save_best_only=best_only)
+            model.fit(x, y, verbose=0, callbacks=[saves])
+            keras.models.load_model(path)
         model.save(path)
         assert keras.models.load_model(path).count_params() == model.count_params()
     assert tf.distribute.get_strategy().extended.should_checkpoint

@@ -62,6 +62,7 @@ class KerasPatch:
         self.options = sync_batch_norm, virtual_replicas, call_fit
         self._sync_batch_norm, self._virtual_replicas = sync_batch_norm, virtual_replicas
         self._call_fit = call_fit or (lambda fit, model, arguments: fit(model, **arguments))
+        self._keeps_fits = call_fit is not None
         self._fits = 0
         self._warned: set[str] = set()
         self._undo = contextlib.ExitStack()
@@ -123,16 +124,15 @@ class KerasPatch:
 
     def _running(self, original: type) -> type:
         """Returns a class that is called as `original`, and gives the running strategy."""
-        strategy, warned = self.distribution.strategy, self._warned
+        strategy, log_once = self.distribution.strategy, self._log_once
 
         class Meta(type(original)):  # type: ignore[misc]
             def __instancecheck__(cls, instance: object) -> bool:
                 return isinstance(instance, original)
 
         def new(cls: type, *args: object, **options: object) -> tf.distribute.Strategy:
-            if (args or options) and original.__name__ not in warned:
-                warned.add(original.__name__)
-                logger.info(f"{original.__name__}() of the script is the running strategy, whose devices are set above")
+            if args or options:
+                log_once(f"{original.__name__}() of the script is the running strategy, whose devices are set above")
             return strategy
 
         return Meta(original.__name__, (original,), {"__new__": new, "__doc__": original.__doc__})
@@ -182,12 +182,16 @@ class KerasPatch:
             arguments.setdefault("distribution", self.distribution)
             if name in _TRAINING:
                 self._normalize(model, arguments)
-            self.calls += 1
-            if name != "fit":
-                if name in ("evaluate", "predict"):
-                    arguments.setdefault("virtual_replicas", self._virtual_replicas)
-                return ours(model, **arguments)
             arguments.setdefault("virtual_replicas", self._virtual_replicas)
+            self.calls += 1
+            if name == "train_on_batch" and self._keeps_fits:
+                self._log_once(
+                    "WARNING: --workdir keeps calls of fit: loops over train_on_batch start anew after a kill"
+                )
+            if name != "fit":
+                return ours(model, **arguments)
+            if self.distribution.workers > 1:
+                _save_on_all_workers(arguments.get("callbacks"))
             # Else each of several calls would see the examples in the same order.
             arguments.setdefault("seed", (keras_internals.global_seed() + 7919 * self._fits) % 2**31)
             self._fits += 1
@@ -211,9 +215,20 @@ class KerasPatch:
                 f"WARNING: sync_batch_norm is off: {len(alone)} BatchNormalization layers of {model.name} normalize "
                 "with the rows of their own replica, so results depend on the number of replicas"
             )
+        self._log_once(told)
+
+    def _log_once(self, told: str) -> None:
         if told not in self._warned:
             self._warned.add(told)
             logger.info(told)
+
+
+def _save_on_all_workers(callbacks: Any) -> None:
+    """Lets each worker call `model.save`, so that all find the file, though each may have a path of its own."""
+    given = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
+    for callback in keras.tree.flatten(given) if given else []:
+        if type(callback) is keras.callbacks.ModelCheckpoint and callback.save_freq == "epoch":
+            callback.chief_only = False
 
 
 def _content(path: pathlib.Path) -> list[list[str]]:

@@ -253,7 +253,7 @@ class _OnBatch:
         self._sync_check.check_if_due(self.step.model, self._calls)
 
 
-def _for_any_rows(call: Callable, columns: tuple) -> Callable:
+def _for_any_rows(call: Any, columns: tuple) -> Callable:
     """Returns a function that is traced once for any number of rows, at the same call on all workers.
 
     Traced for the rows of its own, one worker may have a trace already where another one makes one, and the sums of two
