@@ -5,7 +5,6 @@ import json
 import pathlib
 import struct
 import sys
-import tarfile
 import tempfile
 import zlib
 
@@ -318,59 +317,6 @@ test_some_array_files, test_any_array_file = adversary.few_and_many(
     ),
     cache=st.sampled_from(config.CHOICES["data.cache"]),
     options=st.one_of(st.just(""), adversary.mutated("shape=(2, 2), classes=3")),
-)
-
-
-# -- tar files ------------------------------------------------------------------------
-
-
-JSON = (b"1", b'{"a": 2}', b"[1, NaN]", b"[" * 100_000, b"[" * 200 + b"]" * 200)
-"""Numbers, and what is nested too deeply for Python's parser or for NumPy."""
-
-
-@st.composite
-def tar_files(draw):
-    names = st.sampled_from(
-        ["a.png", "a.cls", "b.png", "b.cls", "c.npy", ".png", "d/a.json", f"{60 * chr(107)}/{60 * chr(107)}.png"]
-    )
-    contents = st.one_of(
-        IMAGES, st.sampled_from([b"1", b" 2\n", b"-1", b"1_0", b"9" * 30, b"[1]", b"{}", *JSON]), st.binary(max_size=9)
-    )
-    sizes = st.sampled_from([None] * 9 + [2**33 - 1, 3])
-    file, kind = io.BytesIO(), draw(st.sampled_from([tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT]))
-    with tarfile.open(fileobj=file, mode="w", format=kind) as tar:
-        first = [("a.png", FITTING[0]), ("a.cls", b"1"), ("a.json", draw(st.sampled_from(JSON)))]
-        for i, (name, content) in enumerate([*first, *draw(st.lists(st.tuples(names, contents)))]):
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            if i >= len(first):  # a sample is often right, so that what is in it is met
-                info.size = draw(sizes) or len(content)
-                info.type = draw(st.sampled_from([tarfile.REGTYPE] * 9 + [tarfile.LNKTYPE, tarfile.DIRTYPE, b"9"]))
-            tar.fileobj.write(info.tobuf(kind))
-            tar.fileobj.write(content + bytes(-len(content) % tarfile.BLOCKSIZE))
-            tar.offset = tar.fileobj.tell()
-    return draw(alterations(file.getvalue())) if draw(st.booleans()) else file.getvalue()
-
-
-def a_tar_file(content, options, broken, cache):
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "a.tar")
-        path.write_bytes(content)
-        read(folder, name=f"webdataset:{path}", options=options, on_error=broken, cache=cache)
-
-
-test_some_tar_files, test_any_tar_file = adversary.few_and_many(
-    8,
-    150,
-    a_tar_file,
-    content=tar_files(),
-    options=st.one_of(
-        st.sampled_from(["", "y=json", "y=json, field=a", "weight=json", "y=cls"]),
-        st.sampled_from(["y=json", "y=json, field=a", "x=npy"]),
-        adversary.mutated("x=png, y=cls"),
-    ),
-    broken=st.sampled_from(config.CHOICES["data.on_error"]),
-    cache=st.sampled_from(["auto", "stream"]),
 )
 
 

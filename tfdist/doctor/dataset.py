@@ -53,6 +53,8 @@ def _files(kind: str, pattern: str) -> list[Finding]:
         if not os.path.isdir(path):
             return [fail(f"there is no folder {path}", "give data.name the path of a folder of images")]
         return [ok(f"images in {path}, which only a run looks at")]
+    if kind in ("hf", "webdataset") and importlib.util.find_spec("datasets") is None:
+        return [fail(f"{kind}:{pattern} needs a package that is not installed", "pip install datasets")]
     if kind == "hf":
         return _of_hugging_face(pattern, path)
     braces = kind == "webdataset" and not os.path.exists(path)
@@ -68,9 +70,7 @@ def _files(kind: str, pattern: str) -> list[Finding]:
 
 
 def _of_hugging_face(name: str, path: str) -> list[Finding]:
-    """Checks the package and, of a folder, that it is there; the Hub is not asked."""
-    if importlib.util.find_spec("datasets") is None:
-        return [fail(f"hf:{name} needs a package that is not installed", "pip install datasets")]
+    """Checks of a folder that it is there; the Hub is not asked."""
     if os.path.isdir(path):
         return [ok(f"a data set of Hugging Face in {path}, which only a run looks at")]
     if name.startswith(("/", ".", "~")):

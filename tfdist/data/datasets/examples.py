@@ -1,7 +1,5 @@
-"""Shared by the adapters: where examples lie, their targets and weights, and the one way to make records of them."""
+"""Shared by the adapters: examples of several sources, their targets and weights, and the one way to make records of them."""
 
-import dataclasses
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -10,7 +8,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.config.field_syntax import Options, check_whole, suggest
-from tfdist.config.messages import logger
 from tfdist.data.records import UNREADABLE, Records, reason
 from tfdist.data.sources import check_labels
 from tfdist.errors import UserError
@@ -64,30 +61,6 @@ class Parts:
         return named
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ByteRanges:
-    """Byte ranges of examples in several files, one file after the other."""
-
-    paths: tuple[str, ...]
-    files: np.ndarray  # int32 [examples], places in `paths`
-    offsets: np.ndarray  # int64 [examples], where an example's bytes begin
-    lengths: np.ndarray  # int64 [examples]
-
-    def read(self, rows: np.ndarray) -> np.ndarray:
-        """Reads the bytes of examples by number: object [n]."""
-        contents = np.empty(len(rows), object)
-        for i, row in enumerate(rows):
-            path, length = self.paths[self.files[row]], int(self.lengths[row])
-            file = os.open(path, os.O_RDONLY)
-            try:
-                contents[i] = os.pread(file, length, int(self.offsets[row]))
-            finally:
-                os.close(file)
-            if len(contents[i]) < length:
-                raise OSError(f"{path} has become shorter since the run began")
-        return contents
-
-
 def stored_reader(get: Callable[[np.ndarray], np.ndarray], dtype: Any, shape: tuple = ()) -> Callable[..., tf.Tensor]:
     """Returns the `read` of `Records` that Python reads: `get`(numbers int64 [n]) gives an array [n, *shape]."""
     return lambda numbers: tf.ensure_shape(tf.numpy_function(get, [numbers], dtype), [None, *shape])
@@ -135,20 +108,10 @@ def check_options(options: Options, known: Collection[str], names: Collection[st
             check_whole(f"data.options: {option}", value)
 
 
-def first_few(problems: Sequence[str], rest: str = "more") -> str:
+def first_few(problems: Sequence[str], rest: str) -> str:
     """Names the first of these problems, and how many more there are."""
     more = f", and {len(problems) - _NAMED:,} {rest}" if len(problems) > _NAMED else ""
     return "; ".join(problems[:_NAMED]) + more
-
-
-def report_damage(problems: Sequence[str], skip: bool, rest: str = "more") -> None:
-    """Refuses damaged files, or says in a line what is left out of them."""
-    if problems and not skip:
-        raise UserError(
-            first_few(problems, rest), "write them again, or leave out what is lost with data.on_error=skip"
-        )
-    if problems:
-        logger.info(f"WARNING: {first_few(problems, rest)}: left out")
 
 
 def targets_and_weights(

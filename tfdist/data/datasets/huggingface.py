@@ -1,7 +1,7 @@
 """`hf:path` and `hf:name`: data sets of Hugging Face `datasets`, read by number, if that package is installed."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,27 +17,57 @@ from tfdist.data.spec import Spec
 from tfdist.data.splits import select
 from tfdist.errors import UserError, one_line
 
-_OPTIONS = ("x", "y", "weight", "config", "classes", "classify", "channels", "max_pixels")
+COLUMNS = ("x", "y", "weight")
+OPTIONS = (*COLUMNS, "classes", "classify", "channels", "max_pixels")
 
 Part = tuple[Any, np.ndarray]  # a split as `datasets` has it, and which of its rows
 
 
 def load(name: str, splits: Mapping[str, str], options: Options, free: bool, prepare: bool) -> Loaded:
-    """Opens a data set, and looks at its targets and at its first input.
+    """Opens a folder that `save_to_disk` has written, or a name on the Hub; `config=NAME` of one that has several."""
+    examples.check_options(options, (*OPTIONS, "config"), (*COLUMNS, "config"))
+    what, path = f"hf:{name}", os.path.expanduser(name)
+
+    def from_folder_or_hub(datasets: Any) -> Any:
+        if os.path.isdir(path):
+            return datasets.load_from_disk(path)
+        if name.startswith(("/", ".", "~")):
+            raise UserError(f"{what}: there is no such folder", "give one that save_to_disk has written, or a name")
+        return datasets.load_dataset(name, options.get("config"))
+
+    hint = "give a folder that save_to_disk has written, or the name of a data set on the Hub"
+    return loaded(what, opened(what, from_folder_or_hub, hint, prepare), splits, options, free)
+
+
+def opened(what: str, open_with: Callable[[Any], Any], hint: str, prepare: bool) -> dict[str, Any]:
+    """Returns the splits by name, of what open_with(datasets) returns; `prepare=False` to refuse to download."""
+    if not prepare:  # read when the package is imported
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        import datasets
+
+        found = open_with(datasets)
+    except UserError:
+        raise
+    except ImportError:
+        what = f"data.name={what} is read with a package that is not installed"
+        raise UserError(what, "pip install datasets") from None
+    except Exception as error:  # of the network, of the Hub, of Arrow, of code that reads files
+        why = one_line(error.__cause__ or error, 200).rstrip(".")
+        raise UserError(f"data.name={what} cannot be opened: {why}", hint) from None
+    return dict(found) if isinstance(found, dict) else {"train": found}
+
+
+def loaded(what: str, by_split: Mapping[str, Any], splits: Mapping[str, str], options: Options, free: bool) -> Loaded:
+    """Looks at the targets and at the first input.
 
     Args:
-      name: a folder that `save_to_disk` has written, or a name on the Hub.
-      options: `x=NAME, y=NAME` and `weight=NAME`, the columns, where it is not plain which; `config=NAME` of a data set
-        that has several; `channels=1` for images that are not to be RGB; `max_pixels`; `classes` and `classify`, see
-        `examples.targets_and_weights`.
-      prepare: False to refuse what would have to be downloaded first.
+      options: `x=NAME, y=NAME` and `weight=NAME`, the columns, where it is not plain which; `channels=1` for images
+        that are not to be RGB; `max_pixels`; `classes` and `classify`, see `examples.targets_and_weights`.
     """
-    what = f"hf:{name}"
-    examples.check_options(options, _OPTIONS, ("x", "y", "weight", "config"))
-    opened = _opened(name, options, prepare)
-    sizes = {split: len(rows) for split, rows in opened.items()}
+    sizes = {split: len(rows) for split, rows in by_split.items()}
     parts = {
-        field: [(opened[split], rows) for split, rows in select(text, sizes, field, what)]
+        field: [(by_split[split], rows) for split, rows in select(text, sizes, field, what)]
         for field, text in splits.items()
     }
     train, evaluation = parts.values()
@@ -57,13 +87,14 @@ def load(name: str, splits: Mapping[str, str], options: Options, free: bool, pre
         what,
     )
     names = tuple(names) if classes else ()
+    name = lambda data, row: _key(data, row) or f"example {row} of {what}"
     data, rows = train[0]
     both = [Parts([(_as_arrow(data, x), rows) for data, rows in part]) for part in (train, evaluation)]
     if type(features[x]).__name__ == "Image":
         pictures = image_decoding.Pictures.of(options)
         images = lambda table, rows: [_contents(value) for value in table[rows].column(x).to_pylist()]
         first = lambda: pictures.decode(tf.constant(images(_as_arrow(data, x), rows[:1])[0]))
-        shape = tuple(examples.first_input(first, lambda: f"example {int(rows[0])} of {what}").shape)
+        shape = tuple(examples.first_input(first, lambda: name(data, int(rows[0]))).shape)
         spec = Spec(shape, "uint8", classes, 255.0, names)
         reads, decode = [part.reader(images) for part in both], pictures.decoder(None if free else shape)
     else:
@@ -81,35 +112,18 @@ def load(name: str, splits: Mapping[str, str], options: Options, free: bool, pre
 
         reads, decode = [part.reader(numbers, dtype, shape) for part in both], lambda x: x
     made = [
-        examples.records(read, decode, table, part.namer(lambda _, row: f"example {row} of {what}"))
-        for part, read, table in zip(both, reads, tables)
+        examples.records(read, decode, table, Parts(part).namer(name))
+        for part, read, table in zip((train, evaluation), reads, tables)
     ]
     return Loaded(made[0], made[1], made[0].size, spec)
 
 
-def _opened(name: str, options: Options, prepare: bool) -> dict[str, Any]:
-    """Returns the splits by name."""
-    what = f"data.name=hf:{name}"
-    if not prepare:  # read when the package is imported
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(f"{what} is read with a package that is not installed", "pip install datasets") from None
-    path = os.path.expanduser(name)
-    try:
-        if os.path.isdir(path):
-            opened = datasets.load_from_disk(path)
-        elif name.startswith(("/", ".", "~")):
-            raise UserError(f"{what}: there is no such folder", "give one that save_to_disk has written, or a name")
-        else:
-            opened = datasets.load_dataset(name, options.get("config"))
-    except UserError:
-        raise
-    except Exception as error:  # of the network, of the Hub, of Arrow, of code that reads files
-        hint = "give a folder that save_to_disk has written, or the name of a data set on the Hub"
-        raise UserError(f"{what} cannot be opened: {one_line(error, 200).rstrip('.')}", hint) from None
-    return dict(opened) if isinstance(opened, dict) else {"train": opened}
+def _key(data: Any, row: int) -> str:
+    """Returns the key of an example and the tar file that it is from, empty if it is from none."""
+    if "__key__" not in data.features:
+        return ""
+    example = data.select_columns(["__key__", "__url__"])[row]
+    return f"{example['__key__']} in {example['__url__']}"
 
 
 def _columns(features: Mapping[str, Any], options: Options, what: str) -> tuple[str, str]:
@@ -117,7 +131,10 @@ def _columns(features: Mapping[str, Any], options: Options, what: str) -> tuple[
     kinds = {name: _kind(feature) for name, feature in features.items()}
     listed = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
     chosen = {}
-    for column, kind, usual in (("y", "ClassLabel", ("label", "labels", "y")), ("x", "Image", ("image", "x"))):
+    for column, kind, usual in (
+        ("y", "ClassLabel", ("label", "labels", "y", "cls")),
+        ("x", "Image", ("image", "x", "npy")),
+    ):
         name = options.get(column)
         if name is None:
             alike = [n for n in features if kinds[n] == kind] or [n for n in usual if n in features]

@@ -147,7 +147,7 @@ def _stored(experiment: config.Experiment, prepare: bool, hold_out: bool) -> Loa
         case ["tfrecord", ":", path]:
             return _of_one_size(data, size, tfrecords.load(path, splits, options, skip, size is not None))
         case ["webdataset", ":", pattern]:
-            return _of_one_size(data, size, webdataset.load(pattern, splits, options, skip, size is not None))
+            return _of_one_size(data, size, webdataset.load(pattern, splits, options, size is not None, prepare))
     if _is_function(data.name):
         return _from_function(experiment, user_functions.resolve("data.name", data.name), options)
     if options:

@@ -19,8 +19,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.config.field_syntax import Options, check_whole, suggest
+from tfdist.config.messages import logger
 from tfdist.data.datasets import examples
-from tfdist.data.datasets.examples import ByteRanges, Parts
+from tfdist.data.datasets.examples import Parts
 from tfdist.data.image_decoding import Pictures, bounded
 from tfdist.data.loaded import Loaded
 from tfdist.data.records import REPAIR, Records, reason
@@ -35,15 +36,28 @@ _LENGTH, _CHECK = struct.Struct("<Q"), struct.Struct("<I")  # a record's length,
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TFRecordIndex(ByteRanges):
+class TFRecordIndex:
     """Records of several TFRecord files, compared with their checksums, which follow them, as they are read."""
 
+    paths: tuple[str, ...]
+    files: np.ndarray  # int32 [records], places in `paths`
+    offsets: np.ndarray  # int64 [records], where a record's bytes begin
+    lengths: np.ndarray  # int64 [records], with the checksum
     numbers: np.ndarray  # int64 [records], the number of each in its file
     broken: tuple[str, ...]  # files that are cut off or damaged: where, and what; records before that place are good
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        contents = ByteRanges.read(self, rows)
-        for i, content in enumerate(contents):
+        """Reads the bytes of records: object [n]."""
+        contents = np.empty(len(rows), object)
+        for i, row in enumerate(rows):
+            path, length = self.paths[self.files[row]], int(self.lengths[row])
+            file = os.open(path, os.O_RDONLY)
+            try:
+                content = os.pread(file, length, int(self.offsets[row]))
+            finally:
+                os.close(file)
+            if len(content) < length:
+                raise OSError(f"{path} has become shorter since the run began")
             contents[i] = content[: -_CHECK.size]
             if not _is_whole(contents[i], content[-_CHECK.size :]):
                 raise OSError("its bytes do not match their checksum (CRC-32C)")
@@ -161,7 +175,11 @@ def load(path: str, splits: dict[str, str], options: Options, skip: bool = False
     features, classes, pictures = _features(options)
     by_split = files(path)
     indexes = {name: index(by_split[name], skip) for name in by_split if name in named(splits.values())}
-    examples.report_damage([problem for index in indexes.values() for problem in index.broken], skip, "more files")
+    if broken := [problem for index in indexes.values() for problem in index.broken]:
+        what = examples.first_few(broken, "more files")
+        if not skip:
+            raise UserError(what, "write them again, or leave out what is lost with data.on_error=skip")
+        logger.info(f"WARNING: {what}: left out")
     sizes = {name: len(indexes[name].offsets) if name in indexes else 0 for name in by_split}
     train, evaluation = (
         [(indexes[name], rows) for name, rows in select(text, sizes, field, f"tfrecord:{path}")]
