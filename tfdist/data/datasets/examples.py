@@ -1,4 +1,4 @@
-"""Shared by the adapters: examples of several sources, their targets and weights, and the one way to make records of them."""
+"""Shared by the adapters: sources one after another, their targets and weights, and the one way to make records."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
