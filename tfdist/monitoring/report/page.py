@@ -56,7 +56,6 @@ def render(path: pathlib.Path, result: dict | None = None, findings: Findings | 
         ("speed", "Speed and devices", lambda: curves.speed(record)),
         ("segments", "Starts of the workers", lambda: tables.segments(record)),
         ("quality", "Mistakes", lambda: tables.mistakes(findings) if findings else Html("")),
-        ("runs", "Other runs", lambda: tables.other_runs(record)),
         ("experiment", "Experiment", lambda: tables.experiment(record)),
         ("environment", "Environment", lambda: tables.environment(record)),
     ]

@@ -1,16 +1,11 @@
 """Tolerant reader of run folders: any file may be missing, cut off, or of another version."""
 
-import contextlib
 import dataclasses
-import itertools
 import math
-import os
 import pathlib
 
 from tfdist.checkpoints import files
 from tfdist.config import local_files
-
-LIMIT = 2000  # neighbors that are read: the parent of a run folder may hold anything
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,24 +41,6 @@ def read(path: pathlib.Path, result: dict | None = None) -> Record:
         samples=[line for line in timeline if "mark" not in line],
         marks=[line for line in timeline if "mark" in line],
     )
-
-
-def neighbours(path: pathlib.Path) -> list[Record]:
-    """Finds the other runs in the same parent folder that have a result, newest first; without their curves."""
-    path = path.absolute()
-    try:
-        with os.scandir(path.parent) as entries:
-            others = [path.parent / e.name for e in itertools.islice(entries, LIMIT) if e.name != path.name]
-    except OSError:
-        return []
-    runs: list[tuple[float, Record]] = []
-    for other in others:
-        result = _object(other / "result.json")
-        if isinstance(result.get("status"), str) and (experiment := _object(other / "experiment.json")):
-            with contextlib.suppress(OSError):  # it may be moved meanwhile
-                changed = (other / "result.json").stat().st_mtime
-                runs.append((changed, Record(other, experiment, {}, result, [], [], [])))
-    return [record for _, record in sorted(runs, key=lambda pair: -pair[0])]
 
 
 def number(value: object) -> float | None:

@@ -1,28 +1,19 @@
-"""The tables of a report: experiment, environment, starts of the workers, other runs in the folder, mistakes."""
+"""The tables of a report: experiment, environment, starts of the workers, mistakes."""
 
 import base64
-import contextlib
-import urllib.parse
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from tfdist import config
-from tfdist.config import schedule
 from tfdist.config.runtime_options import Environment
-from tfdist.errors import UserError
 from tfdist.monitoring.confusion import Findings
 from tfdist.monitoring.report.html import Html, join, table, tag
-from tfdist.monitoring.report.line_chart import short, value
-from tfdist.monitoring.report.run_files import Record, mapping, neighbours, number, sequence
+from tfdist.monitoring.report.run_files import Record, mapping, number, sequence
 
 WITH_NUMBERS = 26  # classes up to which each cell of the matrix shows its count
 AS_PICTURE = 100  # classes up to which the matrix is drawn at all
 PAIRS = 10
-SHOWN = 20  # other runs that are shown at most, the newest
-NOT_A_DIFFERENCE = ("config.name", "config.data.data_dir")
-SAME_TASK = ("config.data.name", "config.data.eval_split", "config.data.options")  # else runs are not compared
 
 
 def experiment(record: Record) -> Html:
@@ -85,75 +76,6 @@ def segments(record: Record) -> Html:
 def _short(values: list, most: int = 16) -> str:
     rest = f" and {len(values) - most} more" if len(values) > most else ""
     return ", ".join(str(v) for v in values[:most]) + rest
-
-
-def other_runs(record: Record) -> Html:
-    """Returns the table of this run and the others on the same data."""
-    own = _fields(record)
-    around = [(run, _fields(run)) for run in neighbours(record.path)]
-    others = [(run, fields) for run, fields in around if all(fields.get(n) == own.get(n) for n in SAME_TASK)]
-    elsewhere = len(around) - len(others)
-    notes = []
-    if len(others) > SHOWN:
-        notes.append(f"The newest {SHOWN} of {len(others)} other runs on this data are shown.")
-    if elsewhere:
-        notes.append(f"{elsewhere} run{'s' * (elsewhere > 1)} on other data left out.")
-    if not others:
-        return tag("p", " ".join(["No other run on this data in the same folder.", *notes]), class_="note")
-    shown = [(record, own), *others[:SHOWN]]
-    columns = _columns(shown)
-    rows = []
-    for i, (run, fields) in enumerate(shown):
-        name, differs = run.path.absolute().name, [n for n in {**own, **fields} if own.get(n) != fields.get(n)]
-        link = tag("a", name, href=f"../{urllib.parse.quote(name)}/report.html")
-        title = join(tag("b", name), " (this run)") if i == 0 else link if (run.path / "report.html").exists() else name
-        replicas = run.result.get("replicas", "?")
-        strategy = f"{run.result.get('strategy', '?')}, {replicas} replica{'s' * (replicas != 1)}"
-        parts = [
-            join(tag("code", f"{n.removeprefix('config.')}={fields.get(n, '')}"), " ")
-            for n in differs
-            if n not in NOT_A_DIFFERENCE
-        ]
-        different = "-" if i == 0 else join(*parts) if parts else "nothing"
-        rows.append([title, run.result.get("status"), *(cells[i] for cells in columns.values()), strategy, different])
-    head = ["run", "status", *columns, "strategy", "differs from this run in"]
-    return join(
-        table(head, rows, range(2, 2 + len(columns)), id="comparison"),
-        tag("p", " ".join(["★ the best of the completed runs.", *notes]), class_="note"),
-    )
-
-
-def _fields(run: Record) -> dict[str, str]:
-    """Returns all fields; those that the run's version did not have have their defaults."""
-    return {**config.flat(config.Experiment()), **config.flat(run.experiment)}
-
-
-def _columns(shown: list[tuple[Record, dict[str, str]]]) -> dict[str, list[Html | str]]:
-    """Returns by name the figures of all runs, marked where they are the best of the completed ones."""
-    evaluations = [mapping(run.result.get("evaluation")) for run, _ in shown]
-    smoothings = {fields.get("config.train.label_smoothing") for _, fields in shown}
-    columns: dict[str, tuple[list[float | None], int, Callable[[float], str]]] = {}
-    for name in dict.fromkeys(name for evaluation in evaluations for name in evaluation):
-        better = 0
-        with contextlib.suppress(UserError):  # its name does not tell whether more of it is better
-            better = schedule.better(name).better
-        if better < 0 and len(smoothings) > 1:
-            better = 0  # losses of smoothed and of plain targets are two scales
-        columns[name] = ([number(e.get(name)) for e in evaluations], better, value)
-    for key, name, better in (("examples_per_second", "examples/s", 1), ("seconds", "seconds", -1)):
-        columns[name] = ([number(run.result.get(key)) for run, _ in shown], better, short)
-
-    done = [run.result.get("status") == "completed" for run, _ in shown]
-    cells: dict[str, list[Html | str]] = {}
-    for name, (figures, better, text) in columns.items():
-        completed = {y for y, complete in zip(figures, done) if y is not None and complete}
-        best = max(completed, key=lambda y: better * y) if better and len(completed) > 1 else None
-        if any(y is not None for y in figures):
-            cells[name] = [
-                "-" if y is None else tag("b", "★ ", text(y), class_="best") if y == best and complete else text(y)
-                for y, complete in zip(figures, done)
-            ]
-    return cells
 
 
 def mistakes(findings: Findings) -> Html:
