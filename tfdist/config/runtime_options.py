@@ -184,7 +184,7 @@ HELP = {
     "requeue": "After a signal and the checkpoint, put this job back into Slurm's queue.",
     "progress": "Progress display; auto: a bar on a terminal, else plain lines.",
     "tensorboard": "Write --workdir/tensorboard.",
-    "profile": "Trace the updates FROM:TO, for TensorBoard and as profile.txt.",
+    "profile": "Trace the updates FROM:TO for TensorBoard's profiler.",
     "dry_run": "Print the plan, or why it could not run, and stop; writes nothing.",
     "topology": "With --dry_run: compile for these devices, which need not be here, such as v5e-8 or h100x8.",
     "communication": "How multi_worker sums: ring (gRPC) or nccl; auto: nccl between GPUs, between CPUs of one "
