@@ -129,7 +129,8 @@ def test_a_callback_measures_as_with_keras(world, connect):
 
 def test_calls_with_one_batch_return_what_keras_returns(world, connect):
     expected = callback_scenes.calls(keras.Model, callback_scenes.plain(connect(1)))
-    for seen, said in scene(world, "on_batch"):
+    for seen, text, said in scene(world, "on_batch"):
+        assert text.startswith("the model returns text, which cannot be gathered from several workers: ")
         for a, b in zip(keras.tree.flatten(seen), keras.tree.flatten(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
         message = (

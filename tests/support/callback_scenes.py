@@ -306,17 +306,25 @@ def calls(by, model):
 
 
 def on_batch(distribution, folder):
-    """What calls return, and the message of each worker where the last one gives other inputs."""
+    """What calls return, and the messages of each worker where the model returns text, or the last one's x differs."""
     options, x, y = {"distribution": distribution}, *training_cases.images(24)
     names = "train_on_batch", "test_on_batch", "predict_on_batch"
     by = types.SimpleNamespace(**{name: functools.partial(getattr(on_batch_lib, name), **options) for name in names})
     model = plain(distribution)
-    seen = calls(by, model)
+    with distribution.scope():
+        text = keras.Sequential([keras.Input((1,), dtype="int64"), L.StringLookup(vocabulary=["a", "b"], invert=True)])
+    return (
+        calls(by, model),
+        refusal(by.predict_on_batch, text, y[:, None]),
+        refusal(by.train_on_batch, model, x + distribution.rank, y),
+    )
+
+
+def refusal(function, *arguments):
     try:
-        by.train_on_batch(model, x + distribution.rank, y)
-        return seen, "nothing was noticed"
+        return f"nothing was noticed: {function(*arguments)}"
     except tfdist.UserError as error:
-        return seen, str(error)
+        return str(error)
 
 
 SCENES = {"writers": writers, "backup": backup, "shuffled": shuffled, "stopped": stopped, "measured": measured}

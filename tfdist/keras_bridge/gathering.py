@@ -7,11 +7,21 @@ import tensorflow as tf
 from tfdist.data.batch_layout import Layout, MicroBatch, with_shape
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
+from tfdist.errors import UserError
 from tfdist.keras_bridge.keras_internals import MASK
 
 _SMALL = (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16)  # types that collectives do not know
 _INTEGERS = {2: tf.int16, 4: tf.int32, 8: tf.int64}  # by their bytes
 _LONG = (tf.int64, tf.uint64)  # types that those of a TPU do not know, either
+
+
+def no_text(outputs: Structure) -> None:
+    """Refuses text that a model returns, which no collective takes from worker to worker."""
+    if any(leaf.dtype == tf.string for leaf in keras.tree.flatten(outputs)):
+        raise UserError(
+            "the model returns text, which cannot be gathered from several workers",
+            "predict the numbers and look the text up outside of the model, or use one worker",
+        )
 
 
 def gathered(distribution: Distribution, values: Structure, rows: MicroBatch) -> Structure:

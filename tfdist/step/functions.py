@@ -142,6 +142,8 @@ def prediction_step(
     def predict(rows: MicroBatch) -> Structure:
         _, y, _ = unpack(rows.data)
         outputs = replica.predict(rows.data)
+        if layout.local:
+            gathering.no_text(outputs)
         return (outputs, () if y is None else y) if with_targets else outputs
 
     def step(batch: ReplicaBatch) -> Structure:
