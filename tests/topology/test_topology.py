@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from support import training_cases
 
+from tfdist import config
 from tfdist.data import sources
 from tfdist.errors import TrainingError, UserError
 from tfdist.topology import compile_child, compiler, environment, known, program
@@ -155,30 +156,15 @@ def test_a_compiler_that_runs_out_of_memory_says_what_it_needs():
         compiler.understood({"error": "ValueError: no"}, known.find("v5e-8"))
 
 
-@pytest.mark.parametrize(
-    "limit,batch,accumulate", [(1000, True, True), (300, True, True), (120, False, True), (50, False, False)]
-)
-def test_the_largest_batch_that_fits_is_found(limit, batch, accumulate):
-    tried = []
-
-    def needs(batch, accumulate):
-        tried.append((batch, accumulate))
-        return 100 + 1.2 * batch / accumulate
-
-    fit = ahead_of_time.largest_fit(needs, 1024, 8, 1, needs(1024, 1), limit)
-    assert len(tried) <= 1 + 2 * ahead_of_time.TRIES
-    true = max(0, limit - 100) / 1.2
-    assert bool(fit.batch) == batch and fit.batch <= true < fit.too_many and fit.too_many - fit.batch <= 64
-    assert bool(fit.accumulate) == accumulate and (not accumulate or needs(1024, fit.accumulate) <= limit)
-
-
-def test_the_refusal_says_what_fits():
-    text = ahead_of_time.refusal(known.find("v5e-8"), 1024, 1, 21_500_000_000, ahead_of_time.Fit(768, 832, 2))
-    assert text == (
-        "an update with train.batch_size=1024 needs 21.5 GB of each TPU v5e of v5e-8, which has 17.2 GB: use "
-        "train.batch_size=768, the largest seen to fit (832 do not), or train.accumulate=2"
+def test_what_does_not_fit_is_refused():
+    train, spec = config.Train(batch_size=1024, accumulate=2), known.find("v5e-8")
+    ahead_of_time.check_fits(int(spec.memory), spec, train)
+    with pytest.raises(UserError) as refused:
+        ahead_of_time.check_fits(21_500_000_000, spec, train)
+    assert str(refused.value) == (
+        "an update with train.batch_size=1024 and train.accumulate=2 needs 21.5 GB of each TPU v5e of v5e-8, which has "
+        "17.2 GB: lower train.batch_size, raise train.accumulate, or use a smaller model"
     )
-    assert "no batch fits" in ahead_of_time.refusal(known.find("v5e-1"), 8, 2, 10**11, ahead_of_time.Fit(0, 1, 0))
 
 
 def test_topologies_by_name():

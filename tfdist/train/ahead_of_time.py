@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from tfdist import config
 from tfdist.config import field_syntax
-from tfdist.config.messages import logger, sized
+from tfdist.config.messages import sized
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed import connect
 from tfdist.distributed.strategy_choice import StrategyChoice
@@ -19,43 +19,6 @@ if TYPE_CHECKING:
     from tfdist.topology.program import Program
     from tfdist.train.preparation import Preparation
 
-TRIES = 6  # compilations that each of the two searches may take; a deep network takes minutes for one
-FINENESS = 16  # the largest batch is searched with this relative precision
-
-
-class Fit(NamedTuple):
-    """Alternatives that fit."""
-
-    batch: int  # the largest global batch that fits, 0 for none
-    too_many: int  # the smallest one that does not
-    accumulate: int  # micro-batches with which the requested batch fits, 0 where none were found
-
-
-def largest_fit(
-    needs: Callable[[int, int], float], batch: int, replicas: int, accumulate: int, used: float, limit: float
-) -> Fit:
-    """Searches for alternatives to a batch that needs `used` bytes of a device and has `limit`.
-
-    `needs` compiles for a batch and a number of micro-batches, and returns the bytes per device.
-    """
-    parts = replicas * accumulate
-    fits, too_many = 0, -(-batch // parts)
-    step = max(1, too_many // FINENESS)
-    guess = int(too_many * limit / used)  # memory grows no faster than the batch
-    for _ in range(TRIES):
-        if too_many - fits <= step:
-            break
-        middle = min(max(guess, fits + 1), too_many - 1)
-        if needs(middle * parts, accumulate) <= limit:
-            fits = middle
-        else:
-            too_many = middle
-        guess = (fits + too_many) // 2
-    micro = accumulate * max(2, -(-batch // (fits * parts))) if fits else 2 * accumulate
-    tries = (micro * 2**i for i in range(TRIES))
-    enough = (m for m in tries if m <= batch // replicas and needs(batch, m) <= limit)
-    return Fit(fits * parts, too_many * parts, next(enough, 0))
-
 
 def check(where: Environment, batch: int) -> None:
     """Raises UserError for an unknown topology, or one whose compilers are missing; before anything is prepared."""
@@ -65,7 +28,7 @@ def check(where: Environment, batch: int) -> None:
     environment.python(topology.compilers, f"--topology={topology.name}")
     if not batch:
         what = "train.batch_size=auto looks for a batch on this machine"
-        raise UserError(what, "give a number, and --topology names the largest that fits where that one does not")
+        raise UserError(what, "give a number")
 
 
 def locate(where: Environment) -> connect.Placement:
@@ -93,44 +56,33 @@ def create(placement: connect.Placement, topology: str, facts: dict[str, str]) -
 def rehearse(prepared: Preparation, distribution: Distribution, name: str) -> list[str]:
     """Compiles the update, and returns the compiler's figures as lines for a terminal.
 
-    Raises UserError if it does not fit, with alternatives that do, or cannot be compiled; TrainingError if the compiler
-    fails.
+    Raises UserError if it does not fit or cannot be compiled; TrainingError if the compiler fails.
     """
     from tfdist.keras_bridge import preconditions
 
     topology, train = known.find(name), prepared.experiment.train
-    exported = _export(prepared, distribution, train.batch_size, train.accumulate)
+    exported = _export(prepared, distribution)
     result = compiler.compiled(exported, topology)
-    if result.needs <= topology.memory:
-        bound = roofline(_counted(result, prepared, exported.rows), train.batch_size, train.precision, topology)
-        notes = []
-        if topology.compilers == "cuda":
-            text = "this is what XLA needs (--jit=on), not TensorFlow's own kernels (--jit=off)"
-            if topology.replicas > 1 and preconditions.synchronizes(prepared.model):
-                text += "; synchronized BatchNorm runs without XLA on several GPUs"
-            notes = [f"  {'note':<12} {text}"]
-        return [*lines(result, exported.rows, topology), *bound, *notes]
-
-    def needs(batch: int, accumulate: int) -> float:
-        logger.info(f"it does not fit: trying a batch of {batch} in {accumulate} micro-batches")
-        return compiler.compiled(_export(prepared, distribution, batch, accumulate), topology).needs
-
-    fit = largest_fit(
-        needs, train.batch_size, topology.replicas, train.accumulate, max(1, result.needs), topology.memory
-    )
-    raise UserError(refusal(topology, train.batch_size, train.accumulate, result.needs, fit))
+    check_fits(result.needs, topology, train)
+    bound = roofline(_counted(result, prepared, exported.rows), train.batch_size, train.precision, topology)
+    notes = []
+    if topology.compilers == "cuda":
+        text = "this is what XLA needs (--jit=on), not TensorFlow's own kernels (--jit=off)"
+        if topology.replicas > 1 and preconditions.synchronizes(prepared.model):
+            text += "; synchronized BatchNorm runs without XLA on several GPUs"
+        notes = [f"  {'note':<12} {text}"]
+    return [*lines(result, exported.rows, topology), *bound, *notes]
 
 
-def refusal(topology: known.Topology, batch: int, accumulate: int, needs: int, fit: Fit) -> str:
-    """Returns the error message for an update that does not fit, with alternatives that do."""
-    micro = f" and train.accumulate={accumulate}" if accumulate > 1 else ""
-    text = (
-        f"an update with train.batch_size={batch}{micro} needs {sized(needs)} of each {topology.device} of "
-        f"{topology.name}, which has {sized(topology.memory)}: "
-    )
-    ways = [f"use train.batch_size={fit.batch}, the largest seen to fit ({fit.too_many} do not)"] if fit.batch else []
-    ways += [f"train.accumulate={fit.accumulate}"] if fit.accumulate else []
-    return text + (", or ".join(ways) or "no batch fits, use a smaller model")
+def check_fits(needs: int, topology: known.Topology, train: config.Train) -> None:
+    """Raises UserError if an update needs more bytes of each device than that has."""
+    if needs > topology.memory:
+        micro = f" and train.accumulate={train.accumulate}" if train.accumulate > 1 else ""
+        what = (
+            f"an update with train.batch_size={train.batch_size}{micro} needs {sized(needs)} of each "
+            f"{topology.device} of {topology.name}, which has {sized(topology.memory)}"
+        )
+        raise UserError(what, "lower train.batch_size, raise train.accumulate, or use a smaller model")
 
 
 def lines(result: compiler.Compiled, rows: int, topology: known.Topology) -> list[str]:
@@ -186,16 +138,18 @@ def roofline(result: compiler.Compiled, batch: int, precision: str, topology: kn
     return [f"  {'bound':<12} at most {1e3 * batch / bound:,.0f} examples/s, by {binding} ({bound:.3g} ms; {rest})"]
 
 
-def _export(prepared: Preparation, distribution: Distribution, batch: int, accumulate: int) -> Program:
+def _export(prepared: Preparation, distribution: Distribution) -> Program:
     """Returns the program of an update of this experiment, as in `fit`."""
     from tfdist.data import sources
     from tfdist.keras_bridge import preconditions
     from tfdist.models import layerwise_rates
     from tfdist.topology import program
 
-    model, optimizer, source = prepared.model, prepared.experiment.optimizer, prepared.data.train
-    preconditions.model_fits(model, distribution, accumulate)
+    train, optimizer = prepared.experiment.train, prepared.experiment.optimizer
+    model, source = prepared.model, prepared.data.train
+    preconditions.model_fits(model, distribution, train.accumulate)
     if prepared.class_weights:
         source = sources.weigh_classes(source, prepared.class_weights)
     factors = layerwise_rates.factors(model, field_syntax.layer_rates(optimizer), optimizer.layer_decay)
-    return program.export(model, source, distribution, batch, accumulate, optimizer.reduce_dtype, tuple(factors))
+    sizes = train.batch_size, train.accumulate
+    return program.export(model, source, distribution, *sizes, optimizer.reduce_dtype, tuple(factors))
