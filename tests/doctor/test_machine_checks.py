@@ -122,8 +122,6 @@ def test_a_disk_with_room(tmp_path):
     before = sorted(tmp_path.rglob("*"))
     status = "warn" if shutil.disk_usage(tmp_path).free < 2e9 else "ok"
     one(machine.room(tmp_path / "not" / "yet", least=1), status, f"free at {tmp_path}")
-    one(machine.speed(tmp_path / "not" / "yet", slow=1), "ok", "/s at ")
-    one(machine.speed(tmp_path, slow=1e15), "warn", "checkpoints will be slow", "put --workdir on a local disk")
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -131,7 +129,6 @@ def test_a_full_disk(mounted):
     disk = mounted("size=2m")
     (disk / "ballast").write_bytes(bytes(2 << 20))
     one(machine.room(disk / "run"), "fail", "only 0.0 kB free", "free some")
-    one(machine.speed(disk / "run"), "fail", "No space left on device", "free or repair that disk")
     assert [p.name for p in disk.iterdir()] == ["ballast"]
 
 
@@ -146,7 +143,6 @@ def test_a_disk_that_fills_up_soon(mounted):
 def test_a_disk_that_cannot_be_written(mounted, tmp_path):
     disk = mounted("ro,size=2m")
     one(machine.room(disk), "fail", "is mounted read-only", "choose another --workdir")
-    one(machine.speed(disk), "fail", "nothing can be written", "choose another --workdir")
     inodes = mounted("size=200m,nr_inodes=2")
     (inodes / "last").write_text("")
     one(machine.room(inodes), "fail", "its inodes are used up", "delete files there")
@@ -157,72 +153,29 @@ def test_a_disk_that_cannot_be_written(mounted, tmp_path):
 # -- data set -------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory):
-    """Prepared by TFDS itself."""
-    import tensorflow_datasets as tfds
-
-    from tfdist.data.datasets import digits  # noqa: F401
-
-    folder = tmp_path_factory.mktemp("prepared")
-    tfds.builder("digits", data_dir=folder).download_and_prepare()
-    return folder
-
-
 @pytest.fixture
-def copied(digits, tmp_path):
-    return shutil.copytree(digits, tmp_path / "copied")
+def prepared(tmp_path):
+    """A folder as TFDS leaves it, with an older version besides."""
+    for version in ("1.0.0", "0.9.0"):
+        (tmp_path / "prepared" / "digits" / version).mkdir(parents=True)
+    return tmp_path / "prepared"
 
 
-def test_a_prepared_data_set(digits):
+def test_a_prepared_data_set(prepared):
     for data, environ in (
-        (config.Data(data_dir=str(digits)), {}),
-        (config.Data(), {"TFDS_DATA_DIR": str(digits)}),
-        (
-            config.Data(name="digits:1.0.0", train_split="train[:50%]+test", eval_split="all"),
-            {"TFDS_DATA_DIR": str(digits)},
-        ),
+        (config.Data(data_dir=str(prepared)), {}),
+        (config.Data(), {"TFDS_DATA_DIR": str(prepared)}),
+        (config.Data(name="digits:1.0.0"), {"TFDS_DATA_DIR": str(prepared)}),
     ):
-        one(dataset.check(data, environ), "ok", "train 1,437, test 360 examples, 0.2 MB")
+        one(dataset.check(data, environ), "ok", f" is prepared in {prepared}/digits/1.0.0, which only a run")
 
 
-def damage(folder, how):
-    version = folder / "digits" / "1.0.0"
-    shard = next(version.glob("*train.tfrecord*"))
-    match how:
-        case "missing":
-            shard.unlink()
-        case "cut off":
-            os.truncate(shard, 100_000)
-        case "no JSON":
-            (version / "dataset_info.json").write_text("{")
-        case "nested":
-            (version / "dataset_info.json").write_text("[" * 100_000)
-
-
-@pytest.mark.parametrize(
-    "how, text",
-    [
-        ("missing", "digits-train.tfrecord-00000-of-00001 is missing"),
-        ("cut off", "the files of train have 100,000 bytes, its examples alone 139,389"),
-        ("no JSON", "has no readable dataset_info.json (JSONDecodeError)"),
-        ("nested", "has no readable dataset_info.json (RecursionError)"),
-    ],
-)
-def test_a_damaged_data_set(how, text, copied):
-    damage(copied, how)
-    one(dataset.check(config.Data(data_dir=str(copied)), {}), "fail", text, "the next run prepares it anew")
-
-
-def test_a_data_set_that_is_not_there(tmp_path, copied):
+def test_a_data_set_that_is_not_there(tmp_path, prepared):
     empty = {"TFDS_DATA_DIR": str(tmp_path / "none")}
     one(dataset.check(config.Data(), empty), "ok", "digits is not prepared yet")
     one(dataset.check(config.Data(name="mnist"), empty), "warn", "mnist is not prepared in", "where there is a network")
-    another = config.Data(name="digits:2.0.0", data_dir=str(copied))
+    another = config.Data(name="digits:2.0.0", data_dir=str(prepared))
     one(dataset.check(another, {}), "warn", "digits:2.0.0 is not prepared", "")
-    split = config.Data(eval_split="validation", data_dir=str(copied))
-    text = "eval_split='validation' is not in digits, which has train, test"
-    one(dataset.check(split, {}), "fail", text, "choose one")
     (tmp_path / "file").write_text("")
     one(
         dataset.check(config.Data(data_dir=str(tmp_path / "file")), {}),

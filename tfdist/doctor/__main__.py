@@ -92,7 +92,6 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
         Check("shared memory", machine.shared_memory),
         Check("open files", lambda: machine.open_files(*open_files, place.result().cluster.size)),
         Check("disk", lambda: machine.room(folder, newest, keep), "mount that disk anew"),
-        Check("write speed", lambda: machine.speed(folder), "put --workdir on another disk"),
         Check("data set", lambda: dataset.check(data, environ)),
     ]
     if buckets.is_url(workdir):

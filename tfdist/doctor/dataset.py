@@ -1,20 +1,17 @@
-"""Whether the data set is prepared, and whole, from the files that TFDS leaves. Neither TFDS nor TensorFlow."""
+"""Whether the files of the data set are there. Neither TFDS nor TensorFlow."""
 
 import contextlib
 import glob
 import importlib.machinery
 import importlib.util
-import json
 import os
 import pathlib
 import re
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from tfdist import config
 from tfdist.config import buckets, field_syntax
-from tfdist.config.messages import sized
 from tfdist.doctor import machine
 from tfdist.doctor.check import Finding, fail, ok, warn
 from tfdist.errors import UserError
@@ -41,7 +38,16 @@ def check(data: config.Data, environ: Mapping[str, str]) -> list[Finding]:
         candidates = [p for pattern in ("*", "*/*") for p in folder.glob(pattern) if _VERSION.match(p.name)]
         there = [p for p in candidates if p.is_dir() and (not version or p.name == version)]
     newest = max(there, key=lambda p: [int(n) for n in p.name.split(".")], default=None)
-    return _whole(data, newest) if newest else _unprepared(data.name, folder)
+    if newest:
+        return [ok(f"{data.name} is prepared in {newest}, which only a run looks into")]
+    above = machine.nearest(folder)
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        what = f"{data.name} is not prepared, and {above} cannot be written"
+        return [fail(what, "set data.data_dir or TFDS_DATA_DIR to a folder of yours")]
+    if data.name == "digits":
+        return [ok(f"digits is not prepared yet: the first run does so in {folder}, in a second")]
+    what = f"{data.name} is not prepared in {folder}: the first run downloads it, if TFDS knows it"
+    return [warn(what, "train once where there is a network, or set data.data_dir to where it is")]
 
 
 def _files(kind: str, pattern: str) -> list[Finding]:
@@ -85,59 +91,3 @@ def _function(reference: str) -> list[Finding]:
         return [ok(f"made by {reference}, which only a run calls")]
     fix = "correct data.name, go to the folder of that file, or add it to PYTHONPATH"
     return [fail(f"data.name={reference!r} names a package {package!r} that Python does not find", fix)]
-
-
-def _unprepared(name: str, folder: pathlib.Path) -> list[Finding]:
-    above = machine.nearest(folder)
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        what = f"{name} is not prepared, and {above} cannot be written"
-        return [fail(what, "set data.data_dir or TFDS_DATA_DIR to a folder of yours")]
-    if name == "digits":
-        return [ok(f"digits is not prepared yet: the first run does so in {folder}, in a second")]
-    what = f"{name} is not prepared in {folder}: the first run downloads it, if TFDS knows it"
-    return [warn(what, "train once where there is a network, or set data.data_dir to where it is")]
-
-
-def _whole(data: config.Data, folder: pathlib.Path) -> list[Finding]:
-    """Compares the files with what TFDS has written down about them."""
-    anew = f"delete {folder}: the next run prepares it anew"
-    try:
-        info = json.loads((folder / "dataset_info.json").read_bytes())
-        splits = {split["name"]: split for split in info["splits"]}
-        counts = {name: sum(map(int, split.get("shardLengths", ()))) for name, split in splits.items()}
-        problem = next(filter(None, (_damage(folder, info, split) for split in splits.values())), "")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return [fail(f"{folder} has no readable dataset_info.json ({type(error).__name__})", anew)]
-    if problem:
-        return [fail(f"{data.name} in {folder} is damaged: {problem}", anew)]
-    for field, wanted in (("data.train_split", data.train_split), ("data.eval_split", data.eval_split)):
-        for part in re.findall(r"(?:^|\+)\s*([\w-]+)", wanted):
-            if part not in splits and part != "all":
-                what = f"{field}={wanted!r} is not in {data.name}, which has {', '.join(splits)}"
-                return [fail(what, f"choose one of them for {field}")]
-    total = sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
-    parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-    return [ok(f"{data.name} is prepared in {folder}: {parts} examples, {sized(total)}")]
-
-
-def _damage(folder: pathlib.Path, info: dict[str, Any], split: dict[str, Any]) -> str:
-    """Returns what is wrong with the files of a split, if anything."""
-    kind, lengths = info.get("fileFormat", "tfrecord"), [int(n) for n in split.get("shardLengths", ())]
-    template = split.get("filepathTemplate") or "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
-    total = 0
-    for shard in range(len(lengths)):
-        name = template
-        for field, text in {
-            "DATASET": info["name"], "SPLIT": split["name"], "FILEFORMAT": kind,
-            "SHARD_X_OF_Y": f"{shard:05d}-of-{len(lengths):05d}",
-            "SHARD_INDEX": f"{shard:05d}", "NUM_SHARDS": f"{len(lengths):05d}",
-        }.items():  # fmt: skip
-            name = name.replace("{" + field + "}", str(text))
-        try:
-            total += (folder / name).stat().st_size
-        except FileNotFoundError:
-            return f"{name} is missing"
-    examples = int(split.get("numBytes", 0))  # of the examples alone; each file format adds something
-    if lengths and total < examples:
-        return f"the files of {split['name']} have {total:,} bytes, its examples alone {examples:,}"
-    return ""

@@ -7,7 +7,6 @@ import os
 import pathlib
 import platform
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 
@@ -28,9 +27,6 @@ _MB = 1_000_000
 LEAST_DISK = 100 * _MB
 """Below this a run may not even get its model and one checkpoint written."""
 ENOUGH_DISK = 2_000 * _MB
-SLOW = 20 * _MB
-"""Bytes a second; a checkpoint of a gigabyte then takes a minute."""
-PROBE, PROBE_S = 32 * _MB, 1.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,9 +136,6 @@ def open_files(soft: int, hard: int, workers: int) -> list[Finding]:
     return [ok(limit)]
 
 
-# -- disk: nothing is left behind, not even when it is killed ----------------------------
-
-
 def nearest(folder: pathlib.Path) -> pathlib.Path:
     """Returns the folder itself, or the nearest one above it that exists."""
     folder = pathlib.Path(os.path.abspath(folder))
@@ -175,29 +168,6 @@ def room(folder: pathlib.Path, checkpoint: int = 0, keep: int = 1, least: int = 
     if free < ENOUGH_DISK:
         return [warn(f"only {free_space}", "free some, or choose another --workdir")]
     return [ok(free_space)]
-
-
-def speed(folder: pathlib.Path, slow: float = SLOW) -> list[Finding]:
-    """Writes a file without a name, synced to the disk, and takes the time."""
-    there = nearest(folder)
-    block = os.urandom(_MB)  # some file systems compress
-    written, begun = 0, time.perf_counter()
-    try:
-        with tempfile.TemporaryFile(dir=there, prefix=".tfdist-doctor-") as file:
-            while written < PROBE and time.perf_counter() - begun < PROBE_S:
-                file.write(block)
-                file.flush()
-                written += len(block)
-            os.fsync(file.fileno())
-            rate = written / (time.perf_counter() - begun)
-    except OSError as error:
-        fix = "free or repair that disk, or choose another --workdir"
-        return [fail(f"nothing can be written in {there} ({error.strerror or error})", fix)]
-    pace = f"{sized(rate)}/s at {there}"
-    if rate < slow:
-        fix = "put --workdir on a local disk, or save less often (checkpoint.every)"
-        return [warn(f"only {pace}; checkpoints will be slow", fix)]
-    return [ok(pace)]
 
 
 def bucket(url: str) -> list[Finding]:
