@@ -45,7 +45,6 @@ CASES = [
     Case("alexnet", side=64, batch=16, updates=2),
     Case("resnet_cifar", side=32, updates=2),
     Case("vit", side=32, updates=2),
-    Case("char_transformer", tokens=64),
     Case("gpt", "width=128, heads=4, depth=2", tokens=64, batch=16),
     Case("table_mlp", batch=64, updates=200),
     Case("ResNet50", side=64, batch=8, updates=1),

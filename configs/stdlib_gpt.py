@@ -13,7 +13,7 @@ from tfdist.config import Data, Experiment, Model, Optimizer, Train
 def get_config() -> Experiment:
     return Experiment(
         name="stdlib_gpt",
-        data=Data(name="stdlib_text", options="length=128, examples=16384, packed=True"),
+        data=Data(name="stdlib_text", options="length=128, examples=16384"),
         model=Model(name="gpt", options="width=128, heads=4, depth=3"),
         optimizer=Optimizer(
             name="adamw",

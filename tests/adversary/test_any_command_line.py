@@ -40,7 +40,7 @@ SPECIMENS = {
     "data.resize": config.CHOICES["data.resize"],
     "data.augment": ["flip, crop(4), color(0.4), mixup(0.2)", "randaugment(2, 9)", "cutout(3)"],
     "data.on_error": config.CHOICES["data.on_error"],
-    "model.name": ["mlp", "cnn", "conv_bn", "vit", "char_transformer", "gpt", "table_mlp", "resnet_cifar"],
+    "model.name": ["mlp", "cnn", "conv_bn", "vit", "gpt", "table_mlp", "resnet_cifar"],
     "model.options": ["dropout=0.1, units=64", "width=8", "depth=1"],
     "model.freeze": ["conv*, !head", "*"],
     "optimizer.name": config.OPTIMIZERS,

@@ -256,7 +256,7 @@ WITH_TENSORFLOW = cases("""
 --config.model.name=ResNet50 =>
     model.name='ResNet50' needs images of at least 32x32, the data has 8x8: set data.image_size=32 or more
 --config.model.freeze=hed => model.freeze: 'hed' matches no layer with weights: did you mean 'head'?
---config.model.name=char_transformer => needs sequences, the data has shape [8, 8, 1]
+--config.model.name=gpt => needs sequences, the data has shape [8, 8, 1]
 --config.optimizer.options=speed=3 =>
     optimizer.options='speed=3' does not fit sgd: Argument(s) not recognized: {'speed': 3}
 --config.optimizer.name=mine:optimizer --config.optimizer.options= --config.optimizer.weight_decay=0 =>

@@ -137,13 +137,6 @@ def experiment_of(path, **train):
 
 def gpt(**train):
     made = experiment_of("configs/stdlib_gpt.py", **train)
-    made.data = config.Data(name="stdlib_text", options="length=24, examples=330, packed=True")
+    made.data = config.Data(name="stdlib_text", options="length=24, examples=330")
     made.model = config.Model(name="gpt", options="width=32, heads=4, depth=2")
-    return made
-
-
-def masked(**train):
-    made = experiment_of("configs/stdlib_chars.py", **train)
-    made.data = config.Data(name="stdlib_text", options="length=24, examples=301")
-    made.model = config.Model(name="char_transformer", options="width=32, heads=4, depth=2")
     return made

@@ -50,7 +50,6 @@ OWN = {
     "alexnet, small images": Case("alexnet", "width=4, units=16, dropout=0", images(16, 3)),
     "resnet_cifar": Case("resnet_cifar", "depth=8, width=4", images(16, 3), 48),
     "vit": Case("vit", "patch=4, width=16, heads=2, depth=2", images(8, 3)),
-    "char_transformer": Case("char_transformer", "width=16, heads=2, depth=1", tokens(10), adam=False, rate=0.1),
     "gpt": Case("gpt", "width=16, heads=2, depth=2", tokens(10)),
     "gpt, untied": Case("gpt", "width=16, heads=2, depth=1, tied=False, vocabulary=40", tokens(10)),
     "table_mlp": Case("table_mlp", "units=16", Spec((2,), "float32", 3, 1.0, (), COLUMNS)),

@@ -20,7 +20,6 @@ CONFIGS = {
     "digits": lambda: mesh.experiment_of("configs/digits.py"),
     "digits_mlp": lambda: mesh.experiment_of("configs/digits_mlp.py"),
     "stdlib_gpt": lambda: mesh.experiment_of("configs/stdlib_gpt.py"),
-    "stdlib_chars": lambda: mesh.experiment_of("configs/stdlib_chars.py"),
 }
 
 

@@ -18,7 +18,6 @@ CASES = {
     "digits_mlp": lambda **t: mesh.experiment_of("configs/digits_mlp.py", **t),
     "digits": lambda **t: mesh.experiment_of("configs/digits.py", **t),
     "gpt": mesh.gpt,
-    "masked": mesh.masked,
 }
 
 

@@ -90,14 +90,13 @@ def test_the_run_folder_and_what_is_printed(run, tmp_path):
     "name",
     [
         "digits_mlp",
-        pytest.param("stdlib_chars", marks=pytest.mark.whole),
         pytest.param("synthetic_cnn", marks=pytest.mark.whole),
     ],
 )
 def test_configs_run(name, run, tmp_path):
     short = ["--config.train.epochs=1", "--config.optimizer.warmup=0%"]
     if name != "digits_mlp":
-        short.append(f"--config.data.options={'length=16, ' * (name == 'stdlib_chars')}examples=192")
+        short.append("--config.data.options=examples=192")
     flags = [f"--config={REPOSITORY}/configs/{name}.py", *short, "--virtual_devices=2", "--workdir=out"]
     done = run("tfdist.train", *flags)
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from tfdist.errors import UserError
 T = TypeVar("T")
 
 MODELS = (
-    "cnn", "mlp", "conv_bn", "alexnet", "resnet_cifar", "vit", "char_transformer", "gpt", "table_mlp",
+    "cnn", "mlp", "conv_bn", "alexnet", "resnet_cifar", "vit", "gpt", "table_mlp",
 )  # fmt: skip
 APPLICATIONS = (
     "ConvNeXtBase", "ConvNeXtLarge", "ConvNeXtSmall", "ConvNeXtTiny", "ConvNeXtXLarge",

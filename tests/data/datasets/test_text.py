@@ -122,8 +122,8 @@ def test_options_of_data_that_is_made(name, options, message):
         registry.load(config.Experiment(data=config.Data(name=name, options=options)))
 
 
-def test_the_standard_library_packed():
-    data = text.stdlib_text(length=32, examples=100, packed=True)
+def test_the_standard_library():
+    data = text.stdlib_text(length=32, examples=100)
     x, y = data["train"]
     assert x.shape == (100, 32) and data["test"][0].shape == (10, 32)
     np.testing.assert_array_equal(x.reshape(-1)[1:], y.reshape(-1)[:-1])

@@ -140,17 +140,12 @@ _NAMES = (
 MODULES = _NAMES.split()
 
 
-def stdlib_text(length: int = 64, examples: int = 4096, packed: bool = False) -> dict:
-    """Makes sequences of bytes, each with the byte that follows every byte: by split, x, y int32 [n, length], weight.
-
-    The weight is 1 for a byte, half for white space at the beginning of a line (easy to guess and a quarter of all
-    text), and 0 for padding.
+def stdlib_text(length: int = 64, examples: int = 4096) -> dict:
+    """Makes sequences of bytes, each with the byte that follows every byte: by split, x and y int32 [n, length].
 
     Args:
       length: bytes per sequence.
       examples: training sequences; a tenth as many are held out, of other modules.
-      packed: for language models: all text without padding and weights, at most `examples`. Otherwise whole lines,
-        padded.
     """
     field_syntax.check_whole("data.options: length", length)
     field_syntax.check_whole("data.options: examples", examples)
@@ -160,62 +155,15 @@ def stdlib_text(length: int = 64, examples: int = 4096, packed: bool = False) ->
         "train": ([p for i, p in enumerate(paths) if i % 10], examples),
         "test": (paths[::10], max(1, examples // 10)),
     }
-    return {name: (_packed if packed else _sequences)(of, length, limit) for name, (of, limit) in split.items()}
-
-
-def _packed(paths: list[pathlib.Path], length: int, limit: int) -> tuple:
-    whole = pack(list(map(str, paths)), length)
-    windows = whole.read(np.arange(min(limit, whole.windows))).astype(np.int32)
-    return windows[:, :-1], windows[:, 1:]
+    made = {}
+    for name, (files, limit) in split.items():
+        whole = pack(list(map(str, files)), length)
+        windows = whole.read(np.arange(min(limit, whole.windows))).astype(np.int32)
+        made[name] = windows[:, :-1], windows[:, 1:]
+    return made
 
 
 def _path(root: pathlib.Path, module: str) -> pathlib.Path:
     """Finds the file of a module; some became packages in later versions of Python."""
     path = root / f"{module}.py"
     return path if path.is_file() else root / module / "__init__.py"
-
-
-def _sequences(paths: list[pathlib.Path], length: int, limit: int) -> tuple:
-    """Returns the first `limit` sequences, taken from all texts in turn, as x, y and weight."""
-    streams = [_cut(path.read_bytes(), length) for path in paths]
-    pieces: list[bytes] = []
-    while len(pieces) < limit and streams:
-        for stream in list(streams):
-            piece = next(stream, None)
-            if piece is None:
-                streams.remove(stream)
-            elif len(pieces) < limit:
-                pieces.append(piece)
-    x = np.zeros((len(pieces), length), np.int32)
-    y = np.zeros_like(x)
-    weight = np.zeros(x.shape, np.float32)
-    for row, piece in enumerate(pieces):
-        codes = np.frombuffer(piece, np.uint8)
-        n = len(codes) - 1
-        x[row, :n], y[row, :n] = codes[:-1], codes[1:]
-        weight[row, :n] = np.where(_indent(piece)[1:], 0.5, 1.0)
-    return x, y, weight
-
-
-def _cut(text: bytes, length: int):
-    """Cuts pieces of 2 to `length` + 1 bytes, which begin and, where they can, end with a line."""
-    piece = b""
-    for line in text.splitlines(keepends=True):
-        if len(piece) > 1 and len(piece) + len(line) > length + 1:
-            yield piece
-            piece = b""
-        piece += line[: length + 1 - len(piece)]
-        if len(piece) > length:
-            yield piece
-            piece = b""
-    if len(piece) > 1:
-        yield piece
-
-
-def _indent(piece: bytes) -> np.ndarray:
-    marks = [
-        c == " " and not line[:i].strip()
-        for line in piece.decode("latin-1").splitlines(keepends=True)
-        for i, c in enumerate(line)
-    ]
-    return np.array(marks, bool)

@@ -96,30 +96,6 @@ def table_mlp(
 BYTES = 256
 
 
-def char_transformer(spec: Spec, width: int = 64, heads: int = 4, depth: int = 2) -> keras.Model:
-    """A small causal transformer over sequences of bytes, 0 being padding. Returns logits [n, length, 256]."""
-    layers.needs_sequence("char_transformer", spec)
-    layers.divides(width, heads)
-    if _tokens(spec) > BYTES:
-        what = f"model.name='char_transformer' is for bytes, and the data needs {_tokens(spec)} tokens"
-        raise UserError(what, "use model.name=gpt")
-    length = spec.shape[0]
-    tokens = keras.Input((length,), dtype="int32")
-    x = keras.layers.Embedding(BYTES, width, mask_zero=True)(tokens)
-    # Positions 1, 2, ... and 0 for padding, as Keras operations, so that the saved model needs nothing of tfdist.
-    present = keras.ops.cast(keras.ops.not_equal(tokens, 0), "int32")
-    positions = keras.ops.cumsum(present, axis=1) * present
-    x = keras.layers.Add()([x, keras.layers.Embedding(length + 1, width, mask_zero=True, name="positions")(positions)])
-    for _ in range(depth):
-        y = keras.layers.LayerNormalization()(x)
-        # Add layers and not `+`, which would drop the mask.
-        x = keras.layers.Add()([x, keras.layers.MultiHeadAttention(heads, width // heads)(y, y, use_causal_mask=True)])
-        y = keras.layers.LayerNormalization()(x)
-        y = keras.layers.Dense(4 * width, activation="gelu")(y)
-        x = keras.layers.Add()([x, keras.layers.Dense(width)(y)])
-    return keras.Model(tokens, layers.output(BYTES)(keras.layers.LayerNormalization()(x)))
-
-
 def gpt(
     spec: Spec,
     width: int = 128,
@@ -142,7 +118,7 @@ def gpt(
     layers.needs_sequence("gpt", spec)
     layers.divides(width, heads)
     length = spec.shape[0]
-    needed = _tokens(spec)
+    needed = max(int(spec.maximum) + 1, spec.classes or 0)
     if vocabulary and vocabulary < needed:
         raise UserError(f"model.options: vocabulary={vocabulary} is too small for the data, which needs {needed}")
     vocabulary = vocabulary or max(BYTES, needed)
@@ -172,11 +148,6 @@ def gpt(
         x = keras.layers.Add(name=f"{name}_add2")([x, _dropped(y, dropout, f"{name}_dropout2")])
     x = _normalized(x, "norm")
     return keras.Model(tokens, embedding(x, reverse=True) if tied else layers.output(vocabulary)(x))
-
-
-def _tokens(spec: Spec) -> int:
-    """How many tokens the data needs, in inputs and targets."""
-    return max(int(spec.maximum) + 1, spec.classes or 0)
 
 
 def _normalized(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
