@@ -1,13 +1,17 @@
 """`tfdist.connect` as cells of a notebook call it."""
 
 import logging
+import resource
 import socket
 import threading
 import types
 
 import tensorflow as tf
+from support.refusals import refused
 
 import tfdist
+from tfdist.config.runtime_options import PlacementOptions
+from tfdist.distributed import gpus, tf_devices
 from tfdist.distributed.strategies import multi_worker
 
 
@@ -39,3 +43,13 @@ def test_a_worker_waits_for_the_chiefs_server():
         assert not waiting.is_alive() and chief.accept()
     peers.failure = "lost worker 0"
     multi_worker._wait_for_the_chief(peers)  # and does not, once the run has failed
+
+
+def test_too_little_address_space_is_refused_before_tensorflow_is_imported(monkeypatch):
+    """TensorFlow would end the process in C++, or wait for memory for ever."""
+    monkeypatch.setattr(tf_devices, "start", lambda: (tf, [], ""))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (3_000_000_000, resource.RLIM_INFINITY))
+    with refused(r"^ulimit -v allows 3.0 GB of address space, and TensorFlow needs 4 GB or more: raise it, or run"):
+        tf_devices.prepare(PlacementOptions(), gpus.Survey(), gpus.Selection((), None))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (5_000_000_000, resource.RLIM_INFINITY))
+    assert tf_devices.prepare(PlacementOptions(), gpus.Survey(), gpus.Selection((), None)) == ("CPU:0",)

@@ -1,6 +1,5 @@
 """Choosing GPUs, as a driver lists them."""
 
-import importlib.util
 import math
 import os
 import signal
@@ -13,14 +12,6 @@ from tfdist.distributed import child_process, gpus
 from tfdist.errors import UserError
 
 pytest_plugins = ("support.nvidia_drivers",)  # its fixture
-
-
-@pytest.fixture(autouse=True)
-def no_library(monkeypatch):
-    """Whether or not nvidia-ml-py is installed here; the fixture `library` has one of its own."""
-    find = importlib.util.find_spec
-    without = lambda name: None if (spec := find(name)) and "site-packages" in (spec.origin or "") else spec
-    monkeypatch.setattr(gpus.importlib.util, "find_spec", without)
 
 
 def test_four_gpus(driver):
@@ -85,74 +76,6 @@ def test_a_driver_that_cannot_even_be_killed_is_given_up(driver, monkeypatch):
     assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.communicate()
-
-
-def test_the_library_tells_what_nvidia_smi_tells(driver, library):
-    driver(printing(FOUR))
-    by_program = gpus.survey()
-    driver("exit 9")
-    library()
-    assert gpus.survey() == by_program and len(by_program.gpus) == 4
-
-
-NOT_TOLD = """
-def nvmlDeviceGetUtilizationRates(i): raise NVMLError(NVML_ERROR_NOT_SUPPORTED)
-nvmlDeviceGetMemoryInfo = nvmlDeviceGetUtilizationRates
-"""
-LOST = """
-def nvmlDeviceGetHandleByIndex(i):
-    if i == 1: raise NVMLError(NVML_ERROR_GPU_IS_LOST)
-    return i
-"""
-OLD = """
-del nvmlMemory_v2
-def nvmlDeviceGetMemoryInfo(i): return Memory(16000 << 20, (GPUS[i][2] + 300) << 20)
-def nvmlDeviceGetName(i): return b"Tesla T4"
-def nvmlDeviceGetUUID(i): return GPUS[i][0].encode()
-"""
-
-
-def test_what_the_library_does_not_tell(driver, library):
-    driver("exit 9")
-    library(NOT_TOLD)  # as of a GPU in MIG mode
-    found = gpus.survey()
-    assert all(math.isnan(g.load) and math.isnan(g.memory_used) for g in found.gpus) and not found.problem
-    assert gpus.select("idle:1", found, {}).visible == "0"
-    library(LOST)
-    found = gpus.survey()
-    assert [g.number for g in found.gpus] == [0, 2, 3]
-    assert found.problem == "the driver (NVML) does not tell of GPU 1: error 15"
-    library(OLD)
-    found = gpus.survey()
-    assert found.gpus[1] == gpus.DriverGPU(1, "GPU-bbb", "Tesla T4", 0.0, 310, 16000, "550.1")
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "def nvmlInit(): raise NVMLError(NVML_ERROR_DRIVER_NOT_LOADED)",
-        "def nvmlInit(): raise NVMLError(18)",
-        "raise ImportError",
-        "os._exit(3)",
-        "print('[]', end='')",
-        "def nvmlDeviceGetCount(): raise NVMLError(999)",
-    ],
-)
-def test_nvidia_smi_is_asked_where_the_library_is_of_no_use(body, driver, library):
-    driver(printing(FOUR))
-    library(body)
-    assert len(gpus.survey().gpus) == 4
-
-
-def test_a_library_that_hangs_or_is_broken_alone(driver, library, monkeypatch):
-    driver(printing(FOUR))
-    library("def nvmlInit(): time.sleep(60)")
-    assert gpus.survey(timeout=0.5).problem == "the driver (NVML) gave no answer within 0.5 s"
-    monkeypatch.setenv("PATH", "/nonexistent")
-    library("def nvmlInit(): raise NVMLError(18)")
-    assert gpus.survey() == gpus.Survey(problem="the driver (NVML) failed: error 18")
-    library("def nvmlInit(): raise NVMLError(NVML_ERROR_LIBRARY_NOT_FOUND)")
-    assert gpus.survey() == gpus.Survey()
 
 
 def test_one_dead_gpu_does_not_hide_the_others(driver):

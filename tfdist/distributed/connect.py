@@ -67,9 +67,6 @@ def create(placement: Placement, facts: Mapping[str, str] | None = None) -> Dist
     where, name, workers = placement.options, placement.choice.name, placement.cluster
     late = "tensorflow" in sys.modules
     cpu_kernels.ask_for(where.cpu_kernels)
-    if not late:
-        compiles = where.jit == "on" or (where.jit == "auto" and bool(placement.selection.gpus)) or name == "tpu"
-        tf_devices.check_starts(compiles, os.environ)
     kernels = cpu_kernels.in_use() if late else cpu_kernels.wanted()
     versions = {"Python": platform.python_version()}
     for package in ("tfdist", "tensorflow", "keras", *(["horovod"] if name == "horovod" else [])):

@@ -1,20 +1,16 @@
 """The GPUs as the driver sees them, and which of them this process may use. No TensorFlow.
 
 GPUtil trusts nvidia-smi with everything: no time limit, no look at the return code, one odd line fails the list, NaN
-never counts as available. So only its record of a GPU is used; where nvidia-ml-py is installed, that asks the driver.
+never counts as available. So only its record of a GPU is used.
 """
 
 import dataclasses
-import importlib.util
-import json
 import math
 import os
 import shutil
-import sys
-import time
 from collections.abc import Mapping
 
-from tfdist.distributed import child_process, nvml_child
+from tfdist.distributed import child_process
 from tfdist.errors import UserError, one_line, printable
 
 TIMEOUT_S = 10.0
@@ -43,52 +39,16 @@ class Survey:
 
 
 def survey(timeout: float = TIMEOUT_S) -> Survey:
-    """Asks the driver; never raises and never waits longer than `timeout` seconds, or a second more where it hangs.
-
-    NVIDIA's library is asked if `nvidia-ml-py` is installed, and nvidia-smi otherwise, or where that does not help.
-    """
-    deadline = time.monotonic() + timeout
-    by_library = _by_library(timeout)
-    return by_library or _by_program(deadline, timeout) or Survey()
-
-
-def _by_library(timeout: float) -> Survey | None:
-    """Asks NVML in a process of its own; returns None where nvidia-smi is to be asked."""
-    spec = importlib.util.find_spec("pynvml")
-    if spec is None or not spec.origin or not sys.executable:
-        return None
-    folder = os.path.dirname(spec.origin)
-    folder = os.path.dirname(folder) if spec.submodule_search_locations else folder
-    # Without `site` and what is beside the program, it starts in a few hundredths of a second.
-    command = [sys.executable, "-I", "-S", nvml_child.__file__, folder]
-    try:
-        done = child_process.answer(command, timeout)
-        if done is None:  # nvidia-smi asks the same driver
-            return Survey(problem=f"the driver (NVML) gave no answer within {timeout:g} s")
-        found = json.loads(done.stdout)
-        if "error" in found:
-            # nvidia-smi says more, and is not there where only the library is broken.
-            broken = not found["absent"] and shutil.which("nvidia-smi") is None
-            return Survey(problem=f"the driver (NVML) failed: {_short([found['error']])}") if broken else None
-        gpus = tuple(DriverGPU(**gpu) for gpu in found["gpus"])
-    except (OSError, ValueError, TypeError, KeyError):  # another package named pynvml, or one that crashed
-        return None
-    problems = [str(problem) for problem in found["problems"]]
-    return Survey(gpus, f"the driver (NVML) does not tell of {_short(problems)}" if problems else "")
-
-
-def _by_program(deadline: float, limit: float) -> Survey | None:
-    """Asks nvidia-smi, until `deadline` of `limit` seconds in all; returns None if it is not there."""
+    """Asks nvidia-smi, if it is there; never raises and never waits longer than `timeout` seconds, or one more."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return None
+        return Survey()
     try:
-        left = max(0.1, deadline - time.monotonic())
-        done = child_process.answer([program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], left)
+        done = child_process.answer([program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], timeout)
     except OSError as error:
         return Survey(problem=f"nvidia-smi cannot be started: {error}")
     if done is None:
-        return Survey(problem=f"nvidia-smi gave no answer within {limit:g} s")
+        return Survey(problem=f"nvidia-smi gave no answer within {timeout:g} s")
     output = (done.stdout.strip() or done.stderr.strip()).splitlines()
     if done.returncode:
         return Survey(problem=f"nvidia-smi failed with code {done.returncode}: {_short(output) or 'no message'}")

@@ -1,31 +1,21 @@
-"""The first module to touch TensorFlow: whether it starts at all, threads, logical devices, memory growth.
-
-Flags of XLA's, or a limit of the address space, may make TensorFlow end its process in C++, where nobody can say why.
-There it is tried in a child first, `python -m tfdist.distributed.tf_devices on|off LIMIT`, which takes seconds.
-"""
+"""The first module to touch TensorFlow: threads, logical devices, memory growth."""
 
 import functools
 import os
-import re
 import resource
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from tfdist.cluster import standard_error
 from tfdist.config.runtime_options import PlacementOptions
-from tfdist.distributed import child_process, gpus
-from tfdist.errors import UserError, one_line
+from tfdist.distributed import gpus
+from tfdist.errors import UserError
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-_ALWAYS_READ = ("TF_XLA_FLAGS", "TF_JITRT_FLAGS")  # when it starts; XLA_FLAGS is read when XLA first compiles
-_OF_FLAGS = re.compile(r"[EF]\d{4} \S+ +\d+ (?:command_line_flags|parse_flags_from_env)\.cc:\d+\] ")
-"""Beginning of a log line of TensorFlow's about a flag that it cannot read."""
-_LIMIT_S = 120.0  # until a child counts as one that cannot end: with too little memory, threads may wait
-_A_RUN = 1_500_000_000  # bytes of a small run besides TensorFlow: Keras, threads that read data, a model
+LEAST_ADDRESS_SPACE = 4_000_000_000  # bytes with which a small model trains on two cores
 
 
 def prepare(
@@ -35,6 +25,10 @@ def prepare(
 
     Returns TensorFlow's names of the devices that replicas may use (`GPU:0`, `CPU:1`), of one kind; raises UserError.
     """
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:  # it would end in C++, or wait for ever
+        what = f"ulimit -v allows {limit / 1e9:.1f} GB of address space, and TensorFlow needs 4 GB or more"
+        raise UserError(what, "raise it, or run ulimit -v unlimited")
     if not (options.virtual_devices and not survey.gpus):
         gpus.apply(selection)
     tf, seen, said = start()
@@ -91,58 +85,3 @@ def _configure(action: Callable[[], object], what: str) -> None:
             f"{what} comes too late, TensorFlow has already started in this process",
             "call tfdist.connect() before anything else, or start a new process",
         ) from None
-
-
-def check_starts(compiles: bool, environ: Mapping[str, str]) -> None:
-    """Raises UserError if TensorFlow, and XLA if it `compiles`, would end this process, for a variable or a limit."""
-    names = [name for name in (*_ALWAYS_READ, *(["XLA_FLAGS"] if compiles else [])) if environ.get(name)]
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        limit = 0
-    if not names and not limit:
-        return
-    reason = _tried(compiles, limit, environ)
-    if not reason:
-        return
-    flag = _OF_FLAGS.match(reason)
-    if names and (flag or not limit):
-        reason = _OF_FLAGS.sub("", reason)
-        guilty = [name for name in names if re.search(rf"\b{name}\b", reason)] or names
-        given = " ".join(f"{name}={environ[name]}" for name in guilty)
-        raise UserError(f"{given} cannot be used ({reason})", f"correct or unset {' and '.join(guilty)}")
-    raise UserError(
-        f"ulimit -v allows {limit / 1e9:.1f} GB of address space, too little for TensorFlow and a small model "
-        f"({reason})",
-        "raise it, or run ulimit -v unlimited",
-    )
-
-
-def _tried(compiles: bool, limit: int, environ: Mapping[str, str]) -> str:
-    """Returns why TensorFlow does not start in a child, or an empty string."""
-    if limit and limit <= _A_RUN:
-        return f"they take more than {_A_RUN / 1e9:.1f} GB"
-    words = ["on" if compiles else "off", str(limit - _A_RUN if limit else 0)]
-    quiet = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}  # what GPUs are for is not tried
-    done = child_process.answer([sys.executable, "-m", __name__, *words], _LIMIT_S, {**environ, **quiet})
-    if done is None:
-        return f"TensorFlow does not start within {_LIMIT_S:g} s"
-    if done.returncode == 0:
-        return ""
-    lines = done.stderr.splitlines()
-    flags = filter(_OF_FLAGS.match, lines)
-    errors = (line for line in reversed(lines) if re.search(r"Error\b|what\(\)", line))
-    return one_line(next(flags, None) or next(errors, f"exit code {done.returncode}"), 300)
-
-
-def main() -> None:
-    """Starts TensorFlow with as much address space as it may have."""
-    compiles, limit = sys.argv[1] == "on", int(sys.argv[2])
-    if limit:
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    import tensorflow as tf
-
-    tf.function(lambda x: x @ x, jit_compile=compiles)(tf.ones((2, 2)))
-
-
-if __name__ == "__main__":
-    main()
