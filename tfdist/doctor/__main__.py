@@ -79,7 +79,6 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
     checks = [
         Check("driver", lambda: tensorflow_probe.driver(survey.result()), "nvidia-smi hangs in the driver: reboot"),
         Check("tensorflow", lambda: tensorflow_probe.tensorflow(answer.result(), survey.result(), environ)),
-        Check("gpu code", lambda: tensorflow_probe.gpu_code(answer.result(), survey.result(), environ, DRIVER_S)),
         Check("packages", packages.conflicts),
         Check("keras", lambda: packages.backend(environ)),
         Check("horovod", lambda: packages.horovod(needed=getattr(place.result().choice, "name", "") == "horovod")),

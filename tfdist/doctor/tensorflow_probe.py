@@ -1,4 +1,4 @@
-"""The GPUs: which the driver lists, which TensorFlow sees and has code for, and why these differ.
+"""The GPUs: which the driver lists, which TensorFlow sees, and why these differ.
 
 TensorFlow is asked in a process of its own, because its import takes seconds, may crash or hang in the driver, and
 cannot be taken back: `python -m tfdist.doctor.tensorflow_probe` prints its answer as one line of JSON.
@@ -11,11 +11,9 @@ import json
 import math
 import os
 import pathlib
-import re
 import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from tfdist.distributed import child_process, gpus, tf_devices
 from tfdist.doctor.check import Finding, fail, ok, refused, warn
@@ -41,7 +39,6 @@ class Answer:
     cuda: str = ""  # the version that this wheel was built for; empty if it was built without
     gpus: tuple[str, ...] = ()  # names of those that it sees, in its order
     said: tuple[str, ...] = ()  # about GPUs while it looked for them
-    capabilities: tuple[str, ...] = ()  # it was built for, see `gpu_code`
     unloadable: tuple[str, ...] = ()  # libraries of CUDA that it needs and that do not load, each with the reason
     problem: str = ""  # why there is no answer
 
@@ -118,8 +115,9 @@ def _why(answer: Answer) -> tuple[str, str]:
     if not answer.cuda:
         return "this wheel was built without CUDA", f"pip uninstall -y tensorflow-cpu tensorflow, then {CUDA}"
     if "dlopen" in said or "Skipping registering" in said:
-        which = f": {few(answer.unloadable)}" if answer.unloadable else ""
-        return f"CUDA's libraries do not load{which}", CUDA
+        which = ", ".join(answer.unloadable[:3])
+        which += f" and {len(answer.unloadable) - 3} more" if len(answer.unloadable) > 3 else ""
+        return f"CUDA's libraries do not load{which and ': '}{which}", CUDA
     if "insufficient" in said or "forward compatibility" in said:
         return "the driver is too old for this CUDA", f"update the driver to one for CUDA {answer.cuda} or newer"
     if "Could not find cuda drivers" in said:
@@ -141,69 +139,6 @@ def names(answer: Answer, survey: gpus.Survey, environ: Mapping[str, str]) -> di
     if len(answer.gpus) < len(usable):  # nobody knows which
         return {}
     return {gpu.number: f"GPU:{i}" for i, gpu in enumerate(usable)}
-
-
-class Capability(NamedTuple):
-    """Compute capability of a GPU, such as 8.9."""
-
-    major: int
-    minor: int
-
-    def __str__(self) -> str:
-        return f"{self.major}.{self.minor}"
-
-
-def capabilities(timeout: float = gpus.TIMEOUT_S) -> dict[int, Capability]:
-    """Asks the driver for the compute capability of each GPU, by its number; drivers before 2021 do not tell."""
-    command, told = ["nvidia-smi", "--query-gpu=index,compute_cap", "--format=csv,noheader"], ""
-    with contextlib.suppress(OSError):
-        done = child_process.answer(command, timeout)
-        told = done.stdout if done else ""
-    found = re.findall(r"^\s*(\d{1,4}),\s*(\d{1,3})\.(\d{1,3})\s*$", told, re.MULTILINE)
-    return {int(number): Capability(int(major), int(minor)) for number, major, minor in found}
-
-
-def gpu_code(answer: Answer, survey: gpus.Survey, environ: Mapping[str, str], timeout: float) -> list[Finding]:
-    """Checks whether TensorFlow was built for the GPUs that this process may use, as far as the driver tells of these.
-
-    Code for 8.0 (`sm_80`) runs on 8.9, too, but not on 9.0. An intermediate form (`compute_90`) can be compiled for all
-    later ones when the program starts, which within a generation is a matter of course, but for GPUs of the next one
-    takes half an hour, and often ends with an error.
-    """
-    matches = [match for text in answer.capabilities if (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", text))]
-    versions = [(match[1], Capability(int(match[2]), int(match[3]))) for match in matches]
-    if not versions:
-        return []
-    found = capabilities(timeout)
-    with contextlib.suppress(UserError):
-        survey = gpus.Survey(gpus.select("all", survey, environ).gpus)  # what is hidden needs no code
-    known = ", ".join(map(str, sorted({version for _, version in versions})))
-    none: list[str] = []
-    later: list[str] = []
-    for gpu in survey.gpus:
-        mine = found.get(gpu.number)
-        if mine is None or any(mine.major == v.major and mine >= v for _, v in versions):
-            continue
-        state = later if any(kind == "compute" and mine >= v for kind, v in versions) else none
-        state.append(f"GPU {gpu.number} ({gpu.name}, compute capability {mine})")
-    others = "or train on other GPUs with --devices"
-    checks = []
-    if none:
-        what = f"this TensorFlow has no code for {few(none)}: it was built for {known}"
-        checks.append(fail(what, f"use a TensorFlow built for it, {others}"))
-    if later:
-        what = (
-            f"{few(later)} is newer than this TensorFlow, which was built for {known}: it compiles its "
-            "code at the start, for half an hour or more, or ends with CUDA_ERROR_INVALID_PTX"
-        )
-        fix = f"use a newer TensorFlow, tf-nightly or NVIDIA's container, {others}"
-        checks.append(warn(what, fix))
-    return checks or ([ok(f"this TensorFlow was built for {known}")] if found else [])
-
-
-def few(names: Sequence[str]) -> str:
-    """Names the first three of many."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 # -- in the process that has TensorFlow ---------------------------------------------------
@@ -258,10 +193,9 @@ def _look() -> dict[str, object]:
     built = dict(tf.sysconfig.get_build_info()) if tf.test.is_built_with_cuda() else {}
     cuda = str(built.get("cuda_version", ""))
     libraries = needed(cuda, str(built.get("cudnn_version", "")))
-    capabilities = tuple(map(str, built.get("cuda_compute_capabilities", ())))
     missing = unloadable(libraries, pip_folders()) if not shown else ()
-    answer = Answer(tf.__version__, keras.__version__, cuda, tuple(shown), tuple(dict.fromkeys(lines)))
-    return dataclasses.asdict(dataclasses.replace(answer, capabilities=capabilities, unloadable=missing))
+    answer = Answer(tf.__version__, keras.__version__, cuda, tuple(shown), tuple(dict.fromkeys(lines)), missing)
+    return dataclasses.asdict(answer)
 
 
 def main() -> None:
