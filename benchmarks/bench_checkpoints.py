@@ -8,6 +8,7 @@ In each round the same workload trains with checkpoints and without, in turn, in
 import argparse
 import json
 import pathlib
+import runpy
 import shutil
 import statistics
 import tempfile
@@ -26,11 +27,12 @@ TARGETS = {"digits": 0.01, "cnn": 0.01, "wide": 0.03}
 
 
 def digits():
-    from tfdist.config import default_experiment, schedule
+    from tfdist.config import schedule
+    from tfdist.config.commands import command_line
     from tfdist.data.datasets import registry
     from tfdist.models import build as models
 
-    experiment = default_experiment.get_config()
+    experiment = runpy.run_path(command_line.DEFAULT_CONFIG)["get_config"]()
     data = registry.load(experiment)
     model = models.build(experiment, data.spec)
     schedule.make(experiment, data.examples, 1)

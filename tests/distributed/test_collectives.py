@@ -4,11 +4,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from support import training_cases
+from support import shipped, training_cases
 
 import tfdist
-from tfdist.config import default_experiment, validation
 from tfdist.config import schedule as schedule_lib
+from tfdist.config import validation
 from tfdist.distributed import collectives
 from tfdist.errors import TrainingError, UserError
 from tfdist.models import optimizers
@@ -132,7 +132,7 @@ def test_a_weight_that_a_callback_changes_on_one_replica_is_noticed_at_the_end(c
     "rule, batch, factor", [("none", 256, 1.0), ("linear", 256, 8.0), ("sqrt", 128, 2.0), ("linear", 16, 0.5)]
 )
 def test_learning_rate_scales_with_the_batch(rule, batch, factor):
-    experiment = default_experiment.get_config()
+    experiment = shipped.digits()
     experiment.optimizer.scale_learning_rate, experiment.optimizer.base_batch = rule, 0 if rule == "none" else 32
     experiment.optimizer.learning_rate, experiment.train.batch_size = 0.1, batch
     made = schedule_lib.make(validation.validate(experiment), 1024, 2)

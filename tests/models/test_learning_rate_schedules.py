@@ -7,11 +7,11 @@ import sys
 import keras
 import numpy as np
 import pytest
-from support import processes
+from support import processes, shipped
 
 from tfdist import config
-from tfdist.config import default_experiment, validation
 from tfdist.config import schedule as schedule_lib
+from tfdist.config import validation
 from tfdist.models import optimizers
 from tfdist.train import dry_run
 
@@ -44,7 +44,7 @@ def rates(wanted, updates):
 
 
 def test_the_default_warmup_of_a_short_run_is_a_tenth_of_it(said):
-    short, long = default_experiment.get_config(), default_experiment.get_config()
+    short, long = shipped.digits(), shipped.digits()
     short.train.epochs, long.train.epochs = 2, 3
     assert schedule_lib.make(short, 1437, 1).warmup == 6
     assert said == ["the warm-up is 6 of 60 updates: optimizer.warmup='2 epochs' would leave none"]

@@ -16,12 +16,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support import shipped
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import tfdist
-from tfdist.config import Experiment, default_experiment, schedule
+from tfdist.config import Experiment, schedule
 from tfdist.distributed import gpus
 from tfdist.errors import UserError
 from tfdist.monitoring import flops, monitors, progress
@@ -255,7 +256,7 @@ def test_a_disk_that_fills_up_ends_tensorboard_alone(tmp_path, said, monkeypatch
     assert not printed.called and threading.excepthook is printed
 
 
-PLAN = schedule.make(default_experiment.get_config(), 1437, 1)
+PLAN = schedule.make(shipped.digits(), 1437, 1)
 
 
 def recorder(**values):

@@ -16,10 +16,9 @@ import keras
 import numpy as np
 import pytest
 from conftest import REPOSITORY
-from support import processes
+from support import processes, shipped
 
 from tfdist.checkpoints import run_folder
-from tfdist.config import default_experiment
 from tfdist.monitoring import confusion
 from tfdist.monitoring.report import curves, line_chart, run_files
 from tfdist.monitoring.report import html as html_lib
@@ -37,7 +36,7 @@ def put(folder, name, content):
 
 def experiment(**fields):
     """The default one with some fields changed, by their names on the command line."""
-    found = dataclasses.asdict(default_experiment.get_config())
+    found = dataclasses.asdict(shipped.digits())
     for name, value in fields.items():
         *path, last = name.split(".")
         (found[path[0]] if path else found)[last] = value

@@ -11,15 +11,14 @@ import threading
 
 import optuna
 import pytest
-from support import many_commands
+from support import many_commands, shipped
 
 from tfdist.checkpoints import integrity
 from tfdist.compare import trial
-from tfdist.config import default_experiment
 from tfdist.errors import UserError
 from tfdist.sweep import results, runner, space
 
-BASE = default_experiment.get_config()
+BASE = shipped.digits()
 
 
 @pytest.mark.parametrize(

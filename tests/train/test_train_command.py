@@ -10,10 +10,11 @@ import keras
 import numpy as np
 import pytest
 from conftest import REPOSITORY
+from support import shipped
 
 import tfdist
 from tfdist.checkpoints import run_folder
-from tfdist.config import default_experiment, schedule
+from tfdist.config import schedule
 from tfdist.errors import UserError
 from tfdist.monitoring import progress
 
@@ -103,12 +104,6 @@ def test_configs_run(name, run, tmp_path):
     assert result(tmp_path / "out")["status"] == "completed"
 
 
-def test_the_default_is_the_digits_config():
-    scope = {}
-    exec((REPOSITORY / "configs" / "digits.py").read_text(), scope)
-    assert scope["get_config"]() == default_experiment.get_config()
-
-
 def test_flagfiles_hold_environment_flags_only(run):
     for file in (REPOSITORY / "flags").glob("*.flags"):
         names = [line.split("=")[0] for line in file.read_text().splitlines() if line.startswith("--")]
@@ -185,7 +180,7 @@ def test_durations(text, updates):
 
 
 def test_a_plan_by_steps():
-    e = default_experiment.get_config()
+    e = shipped.digits()
     e.train.epochs, e.train.steps = 0, 70
     p = schedule.make(e, 1437, 2)
     assert (p.updates, p.epochs, p.updates_per_epoch) == (70, 3, 30)

@@ -5,13 +5,14 @@ import math
 import re
 from typing import NamedTuple
 
-from tfdist.config import Experiment, default_experiment
+from tfdist.config import Experiment
 from tfdist.config.field_syntax import LARGEST, schedule_options
 from tfdist.config.messages import logger
 from tfdist.errors import UserError
 
 _TIME = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(s|seconds?|min|minutes?|h|hours?)\s*$")
 _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(%|steps?|updates?|epochs?|examples?)?\s*$")
+_SHIPPED_WARMUP = "2 epochs"  # of the experiments that come with tfdist
 _DURATIONS = re.compile(r"\d+(?:\.\d+)?\s*(?:%|[a-z]+)?")
 
 
@@ -93,9 +94,7 @@ def make(experiment: Experiment, examples: int, replicas: int) -> Plan:
         raise UserError(f"eval.every={experiment.eval.every!r} is not a whole number of epochs of {per_epoch} updates")
     optimizer, requested = experiment.optimizer, experiment.optimizer.warmup
     warmup = duration("optimizer.warmup", requested, per_epoch, train.batch_size, updates)
-    if (
-        warmup >= updates and requested == default_experiment.get_config().optimizer.warmup
-    ):  # a short run cannot have it
+    if warmup >= updates and requested == _SHIPPED_WARMUP:  # as with --config.train.epochs=1
         warmup = updates // 10
         logger.info(f"the warm-up is {warmup} of {updates} updates: optimizer.warmup={requested!r} would leave none")
     # `linear` as in Goyal et al. (2017), `sqrt` as in Krizhevsky (2014).

@@ -24,7 +24,7 @@ from tfdist.config import cpu_kernels, field_syntax, runtime_options
 from tfdist.config.commands import config_files, help_page, standard_streams
 from tfdist.errors import TrainingError, UserError, one_line, shown
 
-DEFAULT_CONFIG = os.path.join(os.path.dirname(config.__file__), "default_experiment.py")
+DEFAULT_CONFIG = str(config_files.files("config")["digits"])
 EXIT_S = 25.0  # time limit for a process to end after a signal and its last message: platforms kill after 30 s
 _BY_SIGNAL = (129, 130, 143)
 _HELP_FULL = {"-helpfull", "--helpfull"}
