@@ -271,7 +271,7 @@ def test_with_shards_nothing_but_the_same_bits_will_do():
     assert (other.weights, other.why) == ("different", "with train.virtual_replicas all bits must be the same")
     assert judge(loss=(0.5, 0.2500001)).why.startswith("the weights are the same to the last bit, and the losses")
     assert judge(evaluation_difference={"loss": 1e-9}).weights == "different"
-    assert "ends with OTHER WEIGHTS" in results.verdict([one, other], 2)[0]
+    assert "ends with OTHER WEIGHTS" in results.verdict([one, other])[0]
 
 
 def test_rounding_that_has_grown_is_told_from_a_wrong_sum():
@@ -285,12 +285,12 @@ def test_rounding_that_has_grown_is_told_from_a_wrong_sum():
     )
     assert (random.weights, excused.weights) == ("nature", "different"), "no reason replaces the check"
     assert results.exit_code([ONE, random]) == 0 and results.exit_code([ONE, excused]) == 1
-    assert results.verdict([ONE, random], 2)[0] == (
+    assert results.verdict([ONE, random])[0] == (
         "mirrored 2 trains the same model, but for what differs by nature: dropout; without, in float64, the first 31 "
         "updates agree to 1e-13."
     )
     assert results.exit_code([ONE, grown]) == 0 and results.exit_code([ONE, wrong]) == 1
-    assert results.verdict([ONE, grown], 2)[0] == (
+    assert results.verdict([ONE, grown])[0] == (
         "mirrored 2 trains the same model, with weights 5e-02 apart: "
         "in float64 the first 31 updates agree to 1e-13: rounding, which has grown."
     )
@@ -326,15 +326,6 @@ def rows(*others):
         ([row("mirrored 2", None, "", status="failed", reason="it was killed by SIGKILL")],
          ["Nothing ran besides default 1: there is nothing to compare.",
           "mirrored 2 failed: it was killed by SIGKILL"]),
-        ([row("mirrored 8", 190.0)], ["The cores limit it: 8 replicas of 1 threads share 4."]),
-        ([row("mirrored 2", 190.0, time={"input": 0.3, "compute": 0.5, "all_reduce": 0.15, "python": 0.05})],
-         ["Input limits it, 30% of the time: look at the data pipeline"]),
-        ([row("mirrored 2", 190.0, time={"input": 0.0, "compute": 0.7, "all_reduce": 0.3, "python": 0.0})],
-         ["The sum over replicas limits it, 30% of the time"]),
-        ([row("mirrored 2", 190.0, time={"input": 0.0, "compute": 0.6, "all_reduce": None, "python": 0.4})],
-         ["Python limits it, 40% of the time"]),
-        ([row("mirrored 2", 190.0, time={"input": 0.01, "compute": 0.97, "all_reduce": 0.01, "python": 0.01})],
-         ["Computing limits it, 97% of the time"]),
         ([row("mirrored 2", 190.0, others_busy=1.5), row("horovod 2", steady_seconds=0.034)],
          [("The speeds are rough: other programs kept up to 1.5 cores busy, and that of horovod 2 rests on "
            "0.034 s (more train.epochs help).")]),
@@ -343,7 +334,7 @@ def rows(*others):
     ],
 )  # fmt: skip
 def test_the_verdict(others, sentences):
-    lines = results.verdict(rows(*others), 4)
+    lines = results.verdict(rows(*others))
     assert len(lines) == len(set(lines)) and len(lines) <= 6
     for sentence in sentences:
         assert any(line.startswith(sentence) for line in lines), lines

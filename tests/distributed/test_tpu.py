@@ -156,7 +156,7 @@ RESOLVER = "distribute.cluster_resolver.TPUClusterResolver"
 SYSTEM = "tpu.experimental.initialize_tpu_system"
 ANOTHER = "another process holds the TPU, and only one can: end that one"
 NONE_HERE = "TensorFlow finds no TPU here: choose a runtime or machine with one"
-NO_SUCH = "the Cloud knows no such TPU in this project and zone"
+NO_SUCH = "Google's client does not find a TPU of that name ready in this project and zone"
 
 
 @pytest.mark.parametrize(
@@ -183,20 +183,13 @@ NO_SUCH = "the Cloud knows no such TPU in this project and zone"
          "libtpu is missing or of another version: pip"),
         (SYSTEM, tf.errors.InternalError(None, None, "The framework PJRT API version is 0.54, the plugin's 0.40"),
          "libtpu is missing or of another version: pip"),
-        (RESOLVER, ImportError("googleapiclient and oauth2client must be installed"),
-         "pip install google-api-python-client"),
-        (SYSTEM, RuntimeError("Missing the Google API client. Run `pip install cloud-tpu-client`."),
-         "pip install google-api-python-client"),
-        (RESOLVER, urllib.error.URLError("[Errno -2] Name or service not known"),
-         "is looked up from a machine of Google's Cloud, and this is none: start there, or use --tpu=local"),
-        (SYSTEM, ValueError("Could not lookup TPU metadata from name 'mine'. Please doublecheck the tpu argument"),
-         NO_SUCH),
+        (RESOLVER, ImportError("googleapiclient and oauth2client must be installed"), NO_SUCH),
+        (RESOLVER, urllib.error.URLError("[Errno -2] Name or service not known"), NO_SUCH),
         (SYSTEM, ValueError("Could not lookup TPU metadata. Exception: The Application Default Credentials are not"),
-         "Google's client has no credentials: run gcloud auth application-default login"),
+         NO_SUCH),
         (RESOLVER, ValueError("Please provide a TPU Name to connect to."), NO_SUCH),
-        ("config.experimental_connect_to_cluster", ValueError("No TPUs with the specified names exist."), NO_SUCH),
         ("config.experimental_connect_to_cluster", RuntimeError('TPU "mine" is not yet ready; state: "CREATING"'),
-         "the TPU is not ready: wait until its state is READY"),
+         NO_SUCH),
         (SYSTEM, tf.errors.UnavailableError(None, None, "failed to connect to all addresses"),
          "the TPU does not answer: look"),
         (SYSTEM, RuntimeError("something\nnew"),

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfdist.verification.weight_distance import Difference
 
-PARTS = {"input": "input", "compute": "computing", "all_reduce": "the sum over replicas", "python": "Python"}
-"""Parts of the time in `result.json`, in words."""
+PARTS = ("input", "compute", "all_reduce", "python")
+"""Parts of the time in `result.json`."""
 SIMPLEST = ("default", "mirrored", "multi_worker", "horovod", "tpu")
 """What needs least first: a process, several, another library."""
 CLOSE = 0.05
 """A strategy that is faster by no more than this is not worth being less simple."""
-MUCH = 0.1
-"""Share of the time from which something counts as a limit."""
 EVALUATION = 10.0
 """How much further than the weights the loss of the evaluation may be apart, as in the tests of the promise."""
 BUSY = 0.25
@@ -148,7 +146,7 @@ def best(rows: Iterable[Row]) -> Row:
     return min(near, key=lambda row: (SIMPLEST.index(row.strategy), row.replicas, -(row.examples_per_second or 0)))
 
 
-def verdict(rows: list[Row], cores: int | None) -> list[str]:
+def verdict(rows: list[Row]) -> list[str]:
     """Returns what to take from a comparison, in sentences; the first is about the weights."""
     reference, others = rows[0], rows[1:]
     done = [row for row in others if row.weights]
@@ -167,7 +165,15 @@ def verdict(rows: list[Row], cores: int | None) -> list[str]:
     lines += [f"{row.name} {same}, but for what differs by nature: {row.why}." for row in natural]
     lines += [f"{row.name} failed: {row.reason}" for row in others if row.status == "failed"]
     if done and reference.examples_per_second:
-        lines += [*_advice(best(rows), reference, cores), *_doubts([row for row in rows if row.examples_per_second])]
+        chosen = best(rows)
+        if chosen is reference or chosen.speedup is None:
+            lines.append("Use default on one device: nothing that trains the same model is faster here.")
+        else:
+            efficiency = f", efficiency {chosen.efficiency:.2f}" if chosen.efficiency is not None else ""
+            share = f", {chosen.flops_share:.0%} of what the devices can do" if chosen.flops_share is not None else ""
+            speed = f"{chosen.speedup:.2f} times the speed of {reference.name}{efficiency}{share}"
+            lines.append(f"Use {chosen.name}: {speed}.")
+        lines += _doubts([row for row in rows if row.examples_per_second])
     return lines
 
 
@@ -201,33 +207,6 @@ def _closeness(rows: list[Row]) -> str:
     if not most.distance:
         return ", to the last bit"
     return f", {most.distance:.0e} of their norm apart at most ({most.variable}, {most.name})"
-
-
-def _advice(chosen: Row, reference: Row, cores: int | None) -> list[str]:
-    if chosen is reference or chosen.speedup is None:
-        return ["Use default on one device: nothing that trains the same model is faster here."]
-    efficiency = f", efficiency {chosen.efficiency:.2f}" if chosen.efficiency is not None else ""
-    share = f", {chosen.flops_share:.0%} of what the devices can do" if chosen.flops_share is not None else ""
-    line = f"Use {chosen.name}: {chosen.speedup:.2f} times the speed of {reference.name}{efficiency}{share}."
-    return [line, *filter(None, [limits(chosen, cores)])]
-
-
-def limits(row: Row, cores: int | None) -> str:
-    """Says what keeps a run from being faster; empty if nothing tells."""
-    if row.oversubscribed:
-        return f"The cores limit it: {row.replicas} replicas of {row.threads} threads share {cores}."
-    spent = {name: share for name, share in row.time.items() if share is not None}
-    if not spent:
-        return ""
-    most = max((name for name in PARTS if name in spent and name != "compute"), key=spent.__getitem__, default="")
-    if not most or spent[most] < MUCH:
-        return f"Computing limits it, {spent.get('compute', 0.0):.0%} of the time: more or faster devices would help."
-    help = {
-        "input": "look at the data pipeline (data.cache, fewer bytes, more cores)",
-        "all_reduce": "larger batches, faster links or optimizer.reduce_dtype help",
-        "python": "more updates per call (train.steps_per_call) or larger batches help",
-    }[most]
-    return f"{PARTS[most].capitalize()} limits it, {spent[most]:.0%} of the time: {help}."
 
 
 def exit_code(rows: list[Row]) -> int:

@@ -89,7 +89,7 @@ class Comparison:
                 done = ", ".join(row.name for row in self._rows if row.status == "completed")
                 logger.info(f"stopped; finished: {done}" if done else "stopped; nothing was finished")
             raise
-        lines = results.verdict(self._rows, self._cores)
+        lines = results.verdict(self._rows)
         self._save("completed", lines)
         self._show(lines)
         return results.exit_code(self._rows)

@@ -176,22 +176,12 @@ _FIXES = (
         r"tpu_node_interfaces\.cc",
         _NONE_HERE,
     ),
-    (
-        "googleapiclient|oauth2client|cloud-tpu-client|ImportError|ModuleNotFoundError",
-        "a TPU by name is looked up with Google's client: pip install google-api-python-client oauth2client, or "
-        "use --tpu=local on the TPU machine itself",
-    ),
-    (
-        "URLError|metadata.google.internal",
-        "a TPU by name is looked up from a machine of Google's Cloud, and this is none: start there, or use "
-        "--tpu=local on the TPU machine itself",
-    ),
-    ("[Cc]redentials", "Google's client has no credentials: run gcloud auth application-default login"),
-    ("not yet ready", "the TPU is not ready: wait until its state is READY"),
-    (
+    (  # its own words follow
+        "googleapiclient|oauth2client|cloud-tpu-client|URLError|metadata.google.internal|[Cc]redentials|not yet ready|"
         "TPU Name|provide a TPU|TPU metadata|specified names|HttpError|HTTP Error|not find TPU|does not exist|"
         "No such (tpu|node)",
-        "the Cloud knows no such TPU in this project and zone: correct the name, or use --tpu=local",
+        "Google's client does not find a TPU of that name ready in this project and zone; on the TPU machine itself, "
+        "use --tpu=local",
     ),
     (
         "UnavailableError|DeadlineExceededError|failed to connect|Connection refused",
