@@ -32,8 +32,12 @@ class Interrupted(Exception):  # noqa: N818  an event and no error
 
 
 def one_line(message: object, longest: int | None = None) -> str:
-    """Returns an error, or another message that may span lines, as one line; cut after `longest` characters."""
-    return " ".join(str(message).split())[:longest]
+    """Returns an error, or another message that may span lines, as one line; cut after `longest` characters.
+
+    An error that says nothing is named by its type.
+    """
+    line = " ".join(str(message).split())[:longest]
+    return line or (type(message).__name__ if isinstance(message, BaseException) else "")
 
 
 def printable(message: object, longest: int = 300) -> str:

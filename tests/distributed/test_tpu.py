@@ -39,7 +39,7 @@ def machine(tmp_path, monkeypatch):
         monkeypatch.setattr(tpu_host, "_NODES", str(tmp_path / "accel[0-9]*"))
         monkeypatch.setattr(tpu_host, "_VFIO", str(tmp_path / "vfio/[0-9]*"))
         monkeypatch.setattr(tpu_host, "_PCI", str(tmp_path / "pci/*/vendor"))
-        monkeypatch.setattr(tpu_host, "_version", lambda name: installed.get(name, ""))
+        monkeypatch.setattr(tpu_host.packages, "version", lambda name: installed.get(name, ""))
         monkeypatch.setattr(tpu_host, "_libtpu", lambda: library)
 
     of()

@@ -203,8 +203,6 @@ def test_an_installation_that_fails_says_why_and_the_next_one_begins_anew(nowher
 
 
 def test_what_installations_refuse(nowhere, monkeypatch):
-    with pytest.raises(UserError, match="--python=/nonexistent is no Python that runs"):
-        environment.install("tpu", "/nonexistent")
     monkeypatch.setattr(environment, "OLDEST", (4, 0))
     with pytest.raises(UserError, match=r"the compilers need Python 4.0 or newer, and this is 3"):
         environment.install("tpu")

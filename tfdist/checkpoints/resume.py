@@ -60,7 +60,7 @@ def load(path: pathlib.Path, storage: Disk = DISK) -> LoadedCheckpoint | None:
         files.verify(path)
         return LoadedCheckpoint(path, files.read_state(path), training_state.read(str(path / files.TENSORS)))
     except (DamagedError, OSError) as error:  # OSError: a run that goes on has deleted it
-        why = one_line(error, 200) or type(error).__name__
+        why = one_line(error, 200)
         logger.info(f"WARNING: checkpoint {storage.shown(path)} is not used: {why}")
         return None
 

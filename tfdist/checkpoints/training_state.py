@@ -71,7 +71,7 @@ def read(prefix: str) -> dict[str, np.ndarray]:
         reader = tf.train.load_checkpoint(prefix)
         return {name: np.asarray(reader.get_tensor(name)) for name in reader.get_variable_to_shape_map()}
     except (tf.errors.OpError, IndexError, ValueError, TypeError, RuntimeError, OSError, MemoryError) as error:
-        raise DamagedError(f"its tensors cannot be read ({one_line(error, 120) or type(error).__name__})") from None
+        raise DamagedError(f"its tensors cannot be read ({one_line(error, 120)})") from None
 
 
 def restore(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -10,12 +9,11 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from tfdist.cluster import discovery, registration
 from tfdist.cluster.peers import Peers
-from tfdist.config import cpu_kernels, keras_backend, messages
+from tfdist.config import cpu_kernels, keras_backend, messages, packages
 from tfdist.config.keywords import checked_keywords
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import PlacementOptions
@@ -68,11 +66,9 @@ def create(placement: Placement, facts: Mapping[str, str] | None = None) -> Dist
     late = "tensorflow" in sys.modules
     cpu_kernels.ask_for(where.cpu_kernels)
     kernels = cpu_kernels.in_use() if late else cpu_kernels.wanted()
-    versions = {"Python": platform.python_version()}
+    versions = {"the version of Python": platform.python_version()}
     for package in ("tfdist", "tensorflow", "keras", *(["horovod"] if name == "horovod" else [])):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    versions = {f"the version of {package}": version for package, version in versions.items()}
+        versions[f"the version of {package}"] = packages.version(package)
     facts = {"replicas per worker": str(placement.choice.replicas), **versions, **(facts or {})}
     if not placement.selection.gpus:
         facts["the CPU kernels (--cpu_kernels)"] = kernels

@@ -9,7 +9,8 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping, MutableMapping
-from importlib import metadata
+
+from tfdist.config import packages
 
 VARIABLES = ("TPU_NAME", "TPU_CONFIG", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "COLAB_TPU_ADDR")
 """any says that there is one"""
@@ -69,9 +70,9 @@ def _chips() -> int:
 
 def problem() -> str:
     """Returns why the installed TensorFlow cannot use a TPU and what to install, or an empty string."""
-    if any(map(_version, _WHEELS)):
+    if any(map(packages.version, _WHEELS)):
         return unusable() if _libtpu() else f"libtpu, the driver in Python's packages, is missing: {install_line()}"
-    have = _version("tensorflow") or _version("tensorflow-cpu")
+    have = packages.version("tensorflow") or packages.version("tensorflow-cpu")
     if not have:
         return f"TensorFlow for TPUs is not installed: {install_line()}"
     none = "" if _release(have) in PACKAGES else f", and for {_release(have)} there is none"
@@ -83,7 +84,7 @@ def unusable() -> str:
 
     Its import ends the process, without a word where TensorFlow's log is off.
     """
-    mine, library = _version("tensorflow-tpu"), _version("libtpu")
+    mine, library = packages.version("tensorflow-tpu"), packages.version("libtpu")
     if _release(mine) != "2.20" or tuple(map(int, re.findall(r"\d+", library)[:3])) <= _NEWEST_LIBTPU:
         return ""
     return f"libtpu {library} is too new for tensorflow-tpu {mine}, whose import would fail: pip install libtpu==0.0.14"
@@ -91,7 +92,7 @@ def unusable() -> str:
 
 def install_line() -> str:
     """Returns the command that installs TensorFlow for TPUs, in the version at hand where there is one."""
-    have = _release(next(filter(None, map(_version, ("tensorflow", "tensorflow-cpu", *_WHEELS))), ""))
+    have = _release(next(filter(None, map(packages.version, ("tensorflow", "tensorflow-cpu", *_WHEELS))), ""))
     package = PACKAGES.get(have, list(PACKAGES.values())[-1])
     # All install the folder tensorflow, and what is uninstalled later would take it along.
     return f"pip uninstall -y tensorflow tensorflow-cpu tensorflow-tpu && pip install tensorflow-tpu=={package}"
@@ -112,7 +113,7 @@ def prepare(environ: MutableMapping[str, str]) -> None:
 
 def keep_from_asking(environ: MutableMapping[str, str]) -> None:
     """Keeps libtpu from asking the Cloud about a TPU, thirty times per variable, where there is no sign of one."""
-    if any(map(_version, _WHEELS)) and not hint(environ):
+    if any(map(packages.version, _WHEELS)) and not hint(environ):
         environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 
@@ -125,10 +126,3 @@ def _libtpu() -> str:
 
 def _release(version: str) -> str:
     return ".".join(version.split(".")[:2])
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name) or ""
-    except metadata.PackageNotFoundError:
-        return ""

@@ -8,6 +8,7 @@ from packaging.requirements import Requirement
 
 from tfdist import __version__
 from tfdist.config import keras_backend
+from tfdist.config.packages import version
 from tfdist.distributed import horovod_install, tpu_host
 from tfdist.doctor.check import Finding, fail, ok, warn
 
@@ -47,7 +48,7 @@ def conflicts() -> list[Finding]:
 
 def _unfit(need: Requirement) -> list[Finding]:
     wanted = f"{need.name}{need.specifier}"
-    have = _version(need.name)
+    have = version(need.name)
     if need.name == "tensorflow":  # tensorflow-tpu and tensorflow-gpu are TensorFlow too
         have = horovod_install.tensorflow().version or next(iter(_installed(WHEELS).values()), "")
     if have and need.specifier.contains(have, prereleases=True):
@@ -65,7 +66,7 @@ def backend(environ: Mapping[str, str]) -> list[Finding]:
     if environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
         what = "TF_USE_LEGACY_KERAS makes tf.keras the old Keras 2, whose models and layers tfdist cannot train"
         return [warn(what, "unset TF_USE_LEGACY_KERAS, or import keras instead of tf.keras")]
-    return [ok(f"Keras {_version('keras') or 'is not installed; it would run'} on TensorFlow")]
+    return [ok(f"Keras {version('keras') or 'is not installed; it would run'} on TensorFlow")]
 
 
 def horovod(needed: bool) -> list[Finding]:
@@ -74,7 +75,7 @@ def horovod(needed: bool) -> list[Finding]:
     if not problem:
         operations = horovod_install.installed()
         what = f" ({', '.join(operations.operations)})" if operations else ""
-        return [ok(f"Horovod {_version('horovod')}{what} was built for this TensorFlow")]
+        return [ok(f"Horovod {version('horovod')}{what} was built for this TensorFlow")]
     what, _, fix = problem.rpartition(": ")
     if needed:
         return [fail(what, fix)]
@@ -95,11 +96,4 @@ def tpu(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _installed(names: tuple[str, ...]) -> dict[str, str]:
-    return {name: version for name in names if (version := _version(name))}
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name) or ""
-    except metadata.PackageNotFoundError:
-        return ""
+    return {name: found for name in names if (found := version(name))}

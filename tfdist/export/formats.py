@@ -165,7 +165,7 @@ def _quiet(name: str) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     except Exception as error:  # each converter has its own
-        line = one_line(error, 300) or type(error).__name__
+        line = one_line(error, 300)
         raise TrainingError(f"the model cannot be written as {name} ({line}): leave {name} out of --formats") from error
     finally:
         os.dup2(kept, 2)

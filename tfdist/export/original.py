@@ -13,7 +13,7 @@ from tfdist.data import spec_file
 from tfdist.data.datasets import registry
 from tfdist.data.spec import Spec
 from tfdist.data.structures import Structure
-from tfdist.errors import UserError
+from tfdist.errors import UserError, one_line
 from tfdist.export import saved_model
 from tfdist.inference import compatibility, job, trained_model
 from tfdist.keras_bridge import keras_internals
@@ -77,7 +77,7 @@ def _from_file(asked: trained_model.ModelRequest, experiment: config.Experiment)
     try:
         model(inputs, training=False)
     except Exception as error:  # whatever a layer raises that takes some values alone
-        what = f"--model={asked.path} cannot be checked on made examples ({trained_model.line(error)})"
+        what = f"--model={asked.path} cannot be checked on made examples ({one_line(error, 200)})"
         raise UserError(what, "give the --workdir of its run") from error
     return Original(model, experiment, spec, str(asked.path), inputs, "made", None)
 

@@ -1,6 +1,5 @@
 """What a build of Horovod needs from the machine: found, or missing in one line with the fix. No TensorFlow."""
 
-import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -12,8 +11,8 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
-from importlib import metadata
 
+from tfdist.config import packages as installed
 from tfdist.distributed.horovod_install import Build
 from tfdist.errors import UserError
 
@@ -65,7 +64,7 @@ def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> Tools:
     need(cmake and (int(cmake[1]), int(cmake[2])) >= (3, 13), "cmake 3.13 or newer", _EXTRA)
     need(importlib.util.find_spec("pip"), "pip", "python -m ensurepip")
     for package in _PACKAGES:
-        need(_is_installed(package), package, _EXTRA)
+        need(installed.version(package), package, _EXTRA)
     need(wanted.tensorflow.version, "TensorFlow", "pip install tensorflow")
     marker = pathlib.Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")  # pip refuses to install: PEP 668
     managed = sys.prefix == sys.base_prefix and marker.exists() and "PIP_BREAK_SYSTEM_PACKAGES" not in environ
@@ -83,12 +82,6 @@ def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> Tools:
         fix = "; ".join(dict.fromkeys([*installs, *fixes]))
         raise UserError(f"Horovod cannot be built without {', '.join(missing)}", fix)
     return Tools(path, use)
-
-
-def _is_installed(package: str) -> bool:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return bool(metadata.version(package))
-    return False
 
 
 def _output(command: list[str], path: str = "", text: str = "") -> str:

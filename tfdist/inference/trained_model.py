@@ -194,8 +194,8 @@ def load(path: pathlib.Path) -> keras.Model:
         return model
     except Exception as error:  # Keras' and those of zip and HDF5 readers
         raise UserError(
-            f"--model={path} cannot be loaded ({line(error)}): it must be a whole .keras file of registered layers; "
-            "for a run with code of its own, give its --workdir"
+            f"--model={path} cannot be loaded ({one_line(error, 200)}): it must be a whole .keras file of registered "
+            "layers; for a run with code of its own, give its --workdir"
         ) from error
 
 
@@ -237,14 +237,14 @@ def _from_file(requested: ModelRequest, plain: keras.Model) -> Weights:
             broken = archive.testzip()
         why = f"{broken} in it" if broken else ""
     except Exception as error:  # of zip's reader, of zlib, or of the file
-        why = line(error)
+        why = one_line(error, 200)
     if why:
         raise UserError(f"{shown} is damaged ({why})", "use --checkpoint=latest, or train again")
     try:
         with _optimizer_left_out():
             plain.load_weights(path)
     except Exception as error:  # Keras' and those of zip and HDF5 readers
-        what = f"{shown} does not fit the model that {plain.name!r} is now ({line(error)})"
+        what = f"{shown} does not fit the model that {plain.name!r} is now ({one_line(error, 200)})"
         raise UserError(what, f"bring back the code that it was trained with, or use --model={shown}") from error
     if recorder.fingerprint(plain)[0] != expected:
         what = f"{shown} has other weights than result.json (weights_sha256): it is of another run, or damaged"
@@ -295,8 +295,3 @@ def _optimizer_left_out() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
         yield
-
-
-def line(error: BaseException) -> str:
-    """Returns the message of another library's error, in one line."""
-    return one_line(error, 200) or type(error).__name__

@@ -8,7 +8,6 @@ import pathlib
 import platform
 import time
 from collections.abc import Mapping
-from importlib import metadata
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +19,7 @@ from tfdist.checkpoints import state_shape as check
 from tfdist.checkpoints.run_folder import RunFolder, strict
 from tfdist.cluster.discovery import ALONE, Cluster
 from tfdist.cluster.env_vars import ROUNDS
-from tfdist.config import cpu_kernels
+from tfdist.config import cpu_kernels, packages
 from tfdist.config.schedule import Plan
 from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge import keras_internals
@@ -333,10 +332,5 @@ def environment(distribution: Distribution, placement: "Placement", options: "En
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of what decides about the numbers."""
-    by_name = {"python": platform.python_version()}
-    for name in ("tfdist", "tensorflow", "keras", "tensorflow-datasets", "numpy"):
-        try:
-            by_name[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            by_name[name] = "unknown"
-    return by_name
+    names = ("tfdist", "tensorflow", "keras", "tensorflow-datasets", "numpy")
+    return {"python": platform.python_version(), **{name: packages.version(name) or "unknown" for name in names}}

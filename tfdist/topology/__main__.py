@@ -23,7 +23,7 @@ def _run(argv: list[str]) -> int:
             there = environment.folder(kind) if environment.is_there(kind) else "not installed"
             print(f"  compilers for {kind}: {there}")
     elif values.install:
-        logger.info(environment.install(values.install, values.python))
+        logger.info(environment.install(values.install))
     else:
         raise UserError("nothing was asked for", "give --install=tpu, --install=cuda or --list")
     return 0
@@ -34,7 +34,6 @@ def main() -> None:
     what = "Make the environment of the compilers for TPUs or for NVIDIA GPUs."
     flags.DEFINE_enum("install", None, environment.KINDS, what)
     flags.DEFINE_bool("list", False, "List the topologies, and which compilers are there.")
-    flags.DEFINE_string("python", "", "Interpreter to make that environment with, if not this one; 3.11 or newer.")
     command_line.main(_run, command_line.parse_own, "interrupted, the next --install begins anew")
 
 

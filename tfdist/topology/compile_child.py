@@ -97,9 +97,7 @@ def _compiled(work: dict) -> dict:
     cost = (cost[0] if isinstance(cost, list) else cost) or {}
     return {
         "seconds": seconds,
-        "device": topology.devices[0].device_kind,
         "memory": {name: getattr(stats, f"{name}_size_in_bytes") for name in names},
-        "peak": getattr(stats, "peak_memory_in_bytes", 0),
         # Of one device; 0 where they are not counted.
         "flops": float(cost.get("flops", 0.0)),
         "traffic": float(cost.get("bytes accessed", 0.0)),

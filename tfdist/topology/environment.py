@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import pathlib
+import platform
 import shutil
 import subprocess
 import sys
@@ -46,20 +47,22 @@ def python(kind: str, asker: str) -> pathlib.Path:
     return folder(kind) / "bin" / "python"
 
 
-def install(kind: str, interpreter: str = "") -> str:
-    """Makes an environment unless it is there, with another Python if one is named; returns what is there, in words."""
+def install(kind: str) -> str:
+    """Makes an environment unless it is there; returns what is there, in words."""
     place = folder(kind)
     if is_there(kind):
         return f"the compilers for {kind} are already in {place}"
-    base = interpreter or sys.executable
-    _check_version(base)
+    if sys.version_info[:2] < OLDEST:
+        wanted = ".".join(map(str, OLDEST))
+        fix = f"install them with tfdist under that Python; with the same {PLACE}, this one finds them"
+        raise UserError(f"the compilers need Python {wanted} or newer, and this is {platform.python_version()}", fix)
     with _alone(place):
         if is_there(kind):  # somebody else's, after a wait
             return f"the compilers for {kind} are already in {place}"
         logger.info(f"installing the compilers for {kind} in {place}: the log is {_log(place)}")
         shutil.rmtree(place, ignore_errors=True)  # of an installation that was ended
-        if _run([base, "-m", "venv", "--without-pip", str(place)], place):
-            what = f"{base} cannot make a virtual environment ({_reason(place)})"
+        if _run([sys.executable, "-m", "venv", "--without-pip", str(place)], place):
+            what = f"{sys.executable} cannot make a virtual environment ({_reason(place)})"
             raise UserError(what, "install its venv module")
         pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "--no-input"]
         pinned = ["--require-hashes", "--only-binary", ":all:", "--requirement", str(requirements(kind))]
@@ -72,20 +75,6 @@ def install(kind: str, interpreter: str = "") -> str:
             raise TrainingError(f"the compilers for {kind} do not run ({_reason(place)}): the log is {_log(place)}")
         (place / "ready").touch()
     return f"the compilers for {kind} are in {place}"
-
-
-def _check_version(interpreter: str) -> None:
-    """Refuses a Python that is too old for the compilers."""
-    try:
-        asked = [interpreter, "-c", "import sys; print(*sys.version_info[:2])"]
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout.split()
-        version = int(said[0]), int(said[1])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        raise UserError(f"--python={interpreter} is no Python that runs", "give the path of one") from None
-    if version < OLDEST:
-        wanted, have = (".".join(map(str, v)) for v in (OLDEST, version))
-        fix = "give the path of one by --python, tfdist itself need not run on it"
-        raise UserError(f"the compilers need Python {wanted} or newer, and this is {have}", fix)
 
 
 @contextlib.contextmanager

@@ -96,11 +96,11 @@ def _builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:
     except ValueError as error:
         kind, colon, _ = name.partition(":")
         near = difflib.get_close_matches(kind, config.FILES, n=1) if colon else []
-        hint = f": did you mean {near[0]}:?" if near else f": {_line(error)}"
+        hint = f": did you mean {near[0]}:?" if near else f": {one_line(error, 300)}"
         raise UserError(f"data.name={name!r} is not accepted by TFDS{hint}") from None
     except Exception as error:  # TFDS lets through whatever reading damaged files raises
         raise UserError(
-            f"data set {name!r} cannot be opened: {_line(error)}",
+            f"data set {name!r} cannot be opened: {one_line(error, 300)}",
             "correct the .json files in its folder, or delete it to prepare the data set again",
         ) from error
 
@@ -119,8 +119,8 @@ def _importing_no_features(name: str) -> Iterator[None]:
             module = str(class_name).rpartition(".")[0]
             if module and module not in sys.modules and not module.startswith("tensorflow_datasets."):
                 raise UserError(
-                    f"the data set {name!r} has a feature of class {_line(class_name, 80)!r}, and only those of TFDS "
-                    "are imported",
+                    f"the data set {name!r} has a feature of class {one_line(class_name, 80)!r}, and only those of "
+                    "TFDS are imported",
                     "return the data set from a function that imports it, data.name=package.module:function",
                 )
             return resolve.__get__(None, cls)(class_name)
@@ -138,7 +138,7 @@ def _prepare(builder: tfds.core.DatasetBuilder, name: str, by_number: bool) -> N
     if by_hand and not (os.path.isdir(folder) and os.listdir(folder)):
         raise UserError(
             f"data set {name!r} has to be downloaded by hand, from {builder.info.homepage}, into {folder}: "
-            f"{_line(by_hand, 600)}"
+            f"{one_line(by_hand, 600)}"
         )
     command = f"tfds build {name}" + " --file_format=array_record" * by_number
     elsewhere = f"run `{command}` where there is a network, copy what it makes, and set data.data_dir"
@@ -153,11 +153,11 @@ def _prepare(builder: tfds.core.DatasetBuilder, name: str, by_number: bool) -> N
             builder.download_and_prepare(**kind)
     except Exception as error:  # TFDS lets through whatever its downloads raise
         if isinstance(error, OSError) and error.filename:
-            raise UserError(f"data.data_dir is not usable: {_line(error)}", "choose another folder") from error
+            raise UserError(f"data.data_dir is not usable: {one_line(error, 300)}", "choose another folder") from error
         if by_hand:
-            elsewhere = f"put into {folder} what TFDS asks for: {_line(by_hand, 600)}"
+            elsewhere = f"put into {folder} what TFDS asks for: {one_line(by_hand, 600)}"
         raise UserError(
-            f"data set {name!r} cannot be prepared in {builder.data_dir}: {_line(error)}: {elsewhere}"
+            f"data set {name!r} cannot be prepared in {builder.data_dir}: {one_line(error, 300)}: {elsewhere}"
         ) from error
 
 
@@ -186,10 +186,6 @@ def _will_not_fit(builder: tfds.core.DatasetBuilder, cache: str, memory: float) 
 def _quiet(record: logging.LogRecord) -> bool:
     """Drops TFDS' records about folders and file formats, except warnings."""
     return record.levelno >= logging.WARNING or "tensorflow_datasets" not in record.pathname
-
-
-def _line(error: BaseException | str, length: int = 300) -> str:
-    return one_line(error, length) or type(error).__name__
 
 
 def load(experiment: config.Experiment, memory: float, prepare: bool = True) -> Loaded:

@@ -247,8 +247,7 @@ class _Store:
             except (OSError, http.client.HTTPException) as error:
                 if time.monotonic() - begun >= _UNREACHABLE_S:
                     raise UserError(
-                        f"horovodrun cannot be reached at {self._address}:{self._port} "
-                        f"({one_line(error, 200) or type(error).__name__})",
+                        f"horovodrun cannot be reached at {self._address}:{self._port} ({one_line(error, 200)})",
                         "look at its output, and at the network",
                     ) from None
             time.sleep(_PAUSE_S[1])
