@@ -10,7 +10,6 @@ import pytest
 from support.doctor_findings import one
 
 from tfdist import config
-from tfdist.config import cpu_kernels
 from tfdist.doctor import dataset, machine
 
 # -- machine --------------------------------------------------------------------
@@ -21,20 +20,6 @@ def test_this_machine():
     one(machine.memory(here, least=0), "ok", "GiB free")
     one(machine.memory(here, least=1e18), "warn", "GiB free", "end other programs")
     assert here.cores == len(os.sched_getaffinity(0)) and 0 < here.memory_free <= here.memory_total
-
-
-@pytest.mark.parametrize(
-    "sets, variable, status, finding",
-    [
-        (("AVX2",), {}, "ok", "AVX2: training computes with oneDNN's kernels"),
-        ((), {}, "ok", "neither AVX2 nor AVX-512: training computes with Eigen's kernels"),
-        (("AVX2",), {"TF_ENABLE_ONEDNN_OPTS": "0"}, "warn", "Eigen's kernels, as TF_ENABLE_ONEDNN_OPTS=0 asks"),
-        (("AVX2", "AMX BF16"), {}, "ok", "mixed_bfloat16 has instructions of its own here"),
-    ],
-)
-def test_cpu_kernels(monkeypatch, sets, variable, status, finding):
-    monkeypatch.setattr(cpu_kernels, "instruction_sets", lambda: sets)
-    one(machine.kernels(sets, variable), status, finding, *["unset TF_ENABLE_ONEDNN_OPTS"] * (status == "warn"))
 
 
 def test_the_limits_of_a_container(tmp_path):

@@ -24,10 +24,10 @@ from absl import flags
 
 from tfdist import config
 from tfdist.cluster import addresses
-from tfdist.config import buckets, cpu_kernels, runtime_options, validation
+from tfdist.config import buckets, runtime_options, validation
 from tfdist.config.commands import command_line
 from tfdist.distributed import gpus, tpu_host
-from tfdist.doctor import checkpoints, dataset, display, machine, network, packages, tensorflow_probe, workers
+from tfdist.doctor import checkpoints, dataset, display, machine, packages, tensorflow_probe, workers
 from tfdist.doctor.check import FAIL, Check, Finding, later, run, worst
 from tfdist.errors import UserError
 
@@ -73,8 +73,8 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
 
     def ports() -> list[Finding]:
         around = place.result().cluster
-        needed, own = bool(options.master_port) or around.size > 1, network.own_ports(around, options.master_port)
-        return [f for host, port in own for f in network.port_here(host, port, needed)]
+        needed, own = bool(options.master_port) or around.size > 1, workers.own_ports(around, options.master_port)
+        return [f for host, port in own for f in workers.port_here(host, port, needed)]
 
     checks = [
         Check("driver", lambda: tensorflow_probe.driver(survey.result()), "nvidia-smi hangs in the driver: reboot"),
@@ -86,7 +86,6 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
         Check("workers", lambda: place.result().findings),
         Check("ports", ports),
         Check("cores", lambda: machine.cores(here)),
-        Check("cpu", lambda: machine.kernels(cpu_kernels.instruction_sets(), environ)),
         Check("memory", lambda: machine.memory(here)),
         Check("shared memory", machine.shared_memory),
         Check("open files", lambda: machine.open_files(*open_files, place.result().cluster.size)),

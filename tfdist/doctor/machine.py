@@ -8,11 +8,9 @@ import pathlib
 import platform
 import shutil
 import time
-from collections.abc import Mapping
 
 import psutil
 
-from tfdist.config import cpu_kernels
 from tfdist.config.buckets import Bucket, BucketError
 from tfdist.config.messages import sized
 from tfdist.doctor.check import Finding, fail, ok, warn
@@ -81,20 +79,6 @@ def cores(machine: MachineFacts) -> list[Finding]:
         return [ok(f"{count} for this process")]
     share = f"this container or job may use {machine.quota:g} of {count}, and TensorFlow starts threads for all"
     return [warn(share, f"train with --threads={max(1, int(machine.quota))}")]
-
-
-def kernels(sets: tuple[str, ...], environ: Mapping[str, str]) -> list[Finding]:
-    """Tells which CPU kernels a training will compute with, and which faster ones a CPU of these `sets` could do."""
-    asked = dict(environ)
-    cpu_kernels.ask_for("auto", asked)
-    kind = {"onednn": "oneDNN's kernels", "eigen": "Eigen's kernels"}[cpu_kernels.wanted(asked)]
-    has = f"{', '.join(sets) or 'neither AVX2 nor AVX-512'}: training computes with {kind}"
-    if "AVX2" in sets and cpu_kernels.wanted(asked) == "eigen":
-        variable = f"{cpu_kernels.VARIABLE}={environ[cpu_kernels.VARIABLE]}"
-        return [warn(f"{has}, as {variable} asks; oneDNN's are mostly faster", f"unset {cpu_kernels.VARIABLE}")]
-    if {"AMX BF16", "AVX-512 BF16"} & set(sets):
-        has += "; train.precision=mixed_bfloat16 has instructions of its own here"
-    return [ok(has)]
 
 
 def memory(machine: MachineFacts, least: float = LEAST_MEMORY) -> list[Finding]:

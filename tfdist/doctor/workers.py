@@ -1,16 +1,24 @@
-"""Who the workers are, as the variables of this process tell, and which strategy follows from it. No TensorFlow."""
+"""Who the workers are, which strategy follows from it, and the ports that a run would open here. No TensorFlow."""
 
+import contextlib
 import dataclasses
+import errno
 import re
+import socket
 from collections.abc import Callable, Mapping
 
-from tfdist.cluster import discovery
+import psutil
+
+from tfdist.cluster import discovery, env_vars, wire
+from tfdist.cluster.addresses import Address, join, split
 from tfdist.cluster.discovery import ALONE, Cluster
 from tfdist.config.runtime_options import STRATEGIES, PlacementOptions
 from tfdist.distributed import gpus, strategy_choice, tpu_host
 from tfdist.distributed.strategy_choice import StrategyChoice
-from tfdist.doctor.check import Finding, ok, refused, warn
+from tfdist.doctor.check import Finding, fail, ok, refused, warn
 from tfdist.errors import UserError
+
+ALL = "0.0.0.0"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,3 +149,44 @@ def _others(
         if name == "tpu" and not tpu_host.hint(environ):
             reasons[name] = "nothing says that there is a TPU"
     return reasons
+
+
+def own_ports(workers: Cluster, master_port: int | None) -> list[Address]:
+    """Returns the addresses that a run would open here before TensorFlow starts; a launcher meets at `master_port`."""
+    if master_port:
+        return [Address(ALL, master_port)]
+    if workers.addresses:  # TensorFlow then takes the same port, on all interfaces
+        host, port = split(workers.addresses[workers.rank])
+        return [Address(host, port), Address(ALL, port)]
+    if workers.source in (discovery.LAUNCH, discovery.TORCHRUN, discovery.HOROVODRUN):
+        return []  # the launcher holds it already
+    if workers.size > 1:
+        return [split(workers.master)] if workers.master and workers.rank == 0 else []
+    return [Address(ALL, env_vars.PORT)]  # where launchers meet unless told otherwise
+
+
+def port_here(host: str, port: int, needed: bool = True) -> list[Finding]:
+    """Checks whether a port of this host is free; `needed` is one that a run as it is described would open."""
+    name, at = f"port {port}", "it" if host == ALL else join(host, port)
+    try:
+        wire.listen(host, port).close()
+    except socket.gaierror as error:
+        reason = (error.strerror or str(error)).lower()
+        return [fail(f"{host} is no address that this host knows ({reason})", "correct it, or /etc/hosts", name)]
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            holder = ""
+            with contextlib.suppress(psutil.Error, OSError, StopIteration):  # of other users' only root is told
+                listening = (c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid)
+                pid = next(c.pid for c in listening if c.laddr.port == port)
+                holder = f" by process {pid} ({psutil.Process(pid).name()})"
+            taken = f"{at} is taken{holder}"
+            if not needed:
+                return [warn(f"{taken}; tfdist.launch would meet there", "choose another with --master_port", name)]
+            return [fail(taken, "end that program, or choose another port", name)]
+        if error.errno == errno.EADDRNOTAVAIL:
+            return [fail(f"{at} is no address of this host", "correct the address, or start this worker there", name)]
+        if error.errno == errno.EACCES:
+            return [fail(f"{at} is not for this user", "choose a port from 1024 on", name)]
+        return [fail(f"{at} cannot be used ({error.strerror or error})", "choose another address or port", name)]
+    return [ok(f"{at} is free" if host != ALL else "free on all interfaces", name)]

@@ -1,5 +1,6 @@
-"""`hf:path` and `hf:name`: data sets of Hugging Face `datasets`, read by number, if that package is installed."""
+"""`hf:path`, `hf:name` and `webdataset:/pattern`: read by number with Hugging Face `datasets`, if it is installed."""
 
+import glob
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,17 +9,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.config.field_syntax import Options
+from tfdist.config.field_syntax import Options, expanded
 from tfdist.data import image_decoding
 from tfdist.data.datasets import examples
 from tfdist.data.datasets.examples import Parts
 from tfdist.data.loaded import Loaded
 from tfdist.data.spec import Spec
-from tfdist.data.splits import select
+from tfdist.data.splits import by_file_name, named, select
 from tfdist.errors import UserError, one_line
 
 COLUMNS = ("x", "y", "weight")
 OPTIONS = (*COLUMNS, "classes", "classify", "channels", "max_pixels")
+
+_END = 1024  # bytes of zeros at the end of a tar file
 
 Part = tuple[Any, np.ndarray]  # a split as `datasets` has it, and which of its rows
 
@@ -37,6 +40,53 @@ def load(name: str, splits: Mapping[str, str], options: Options, free: bool, pre
 
     hint = "give a folder that save_to_disk has written, or the name of a data set on the Hub"
     return loaded(what, opened(what, from_folder_or_hub, hint, prepare), splits, options, free)
+
+
+def load_tars(path: str, splits: Mapping[str, str], options: Options, free: bool, prepare: bool) -> Loaded:
+    """Makes a table of the examples, unless an earlier run has, and opens it as `load` does.
+
+    Columns are named by the extensions of the files, entries of a `.json` file by both: `json.label`.
+    """
+    examples.check_options(options, OPTIONS, COLUMNS)
+    what = f"webdataset:{path}"
+    by_split = tar_files(path)
+    needed = {name: by_split[name] for name in by_split if name in named(splits.values())} or by_split
+
+    def converted(datasets: Any) -> Any:
+        builder = datasets.load_dataset_builder("webdataset", data_files=needed)
+        if not (prepare or os.path.isdir(builder.cache_dir)):
+            raise UserError(f"{what} is not in {builder.cache_dir} yet, and a dry run copies nothing", "run without it")
+        builder.download_and_prepare()
+        return builder.as_dataset().flatten()
+
+    hint = "write them again with webdataset.TarWriter: one .cls or other target, and one input, in each example"
+    return loaded(what, opened(what, converted, hint, prepare), splits, options, free)
+
+
+def tar_files(path: str) -> dict[str, list[str]]:
+    """Finds the tar files of each split, sorted, see `splits.by_file_name`.
+
+    The path is a file, a folder, or a pattern with braces or wildcards: `train-{000..009}.tar`, `train-*.tar`.
+    """
+    what = f"data.name=webdataset:{path}"
+    path = os.path.expanduser(path)
+    if os.path.isdir(path):
+        patterns = [os.path.join(glob.escape(path), end) for end in ("*.tar", "*.tar.*", "*.tgz")]
+    else:
+        patterns = [glob.escape(path)] if os.path.isfile(path) else expanded("data.name", path)
+    found = {pattern: glob.glob(pattern, recursive=True) for pattern in patterns}
+    if missing := [p for p in patterns if not (found[p] or glob.has_magic(p))]:
+        raise UserError(f"{what}: there is no file {missing[0]}", "correct the name or its numbers, or bring it here")
+    paths = sorted({f for matching in found.values() for f in matching if os.path.isfile(f)})
+    if not paths:
+        raise UserError(f"{what} has no files", "give a tar file, a folder, or a pattern such as train-{000..009}.tar")
+    for one in (path for path in paths if path.endswith(".tar")):
+        with open(one, "rb") as file:
+            file.seek(-min(_END, os.path.getsize(one)), os.SEEK_END)
+            end = file.read()
+        if end != bytes(_END):  # Python's `tarfile` takes what is cut off between two members for the whole
+            raise UserError(f"{one} is cut off or no tar file: it does not end with zeros", "copy or write it again")
+    return by_file_name(paths)
 
 
 def opened(what: str, open_with: Callable[[Any], Any], hint: str, prepare: bool) -> dict[str, Any]:

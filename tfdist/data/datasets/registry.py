@@ -20,7 +20,7 @@ from tfdist.data import bucket_files, image_decoding, python_examples
 from tfdist.data import loaded as loaded_lib
 from tfdist.data.arrays import Arrays, in_memory, size_in_memory
 from tfdist.data.augmentation import ops
-from tfdist.data.datasets import array_files, huggingface, image_folder, tables, text, tfrecords, webdataset
+from tfdist.data.datasets import array_files, huggingface, image_folder, tables, text, tfrecords
 from tfdist.data.loaded import Loaded, described
 from tfdist.data.protocol import Source
 from tfdist.data.records import Records
@@ -147,7 +147,7 @@ def _stored(experiment: config.Experiment, prepare: bool, hold_out: bool) -> Loa
         case ["tfrecord", ":", path]:
             return _of_one_size(data, size, tfrecords.load(path, splits, options, skip, size is not None))
         case ["webdataset", ":", pattern]:
-            return _of_one_size(data, size, webdataset.load(pattern, splits, options, size is not None, prepare))
+            return _of_one_size(data, size, huggingface.load_tars(pattern, splits, options, size is not None, prepare))
     if _is_function(data.name):
         return _from_function(experiment, user_functions.resolve("data.name", data.name), options)
     if options:

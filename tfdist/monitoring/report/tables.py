@@ -11,8 +11,7 @@ from tfdist.monitoring.confusion import Findings
 from tfdist.monitoring.report.html import Html, join, table, tag
 from tfdist.monitoring.report.run_files import Record, mapping, number, sequence
 
-WITH_NUMBERS = 26  # classes up to which each cell of the matrix shows its count
-AS_PICTURE = 100  # classes up to which the matrix is drawn at all
+IN_MATRIX = 26  # classes up to which there is a matrix
 PAIRS = 10
 
 
@@ -95,7 +94,7 @@ def mistakes(findings: Findings) -> Html:
 
 def _matrix(findings: Findings) -> Html:
     side = findings.classes
-    if side > AS_PICTURE:
+    if side > IN_MATRIX:
         text = f"{side:,} classes are too many for a matrix; these are confused most:"
         return tag("p", text, class_="note")
     counts, names = findings.confusion(), [findings.name(i) for i in range(side)]
@@ -103,19 +102,6 @@ def _matrix(findings: Findings) -> Html:
     largest = (counts - np.diag(np.diag(counts))).max()
     # Percent of the color: of its row on the diagonal, of the largest mistake elsewhere.
     strength = lambda i, j: 45 * counts[i, i] / totals[i] if i == j else 15 + 45 * counts[i, j] / largest
-
-    if side > WITH_NUMBERS:  # more than can be read: squares
-        squares = []
-        for i, j in np.argwhere(counts):
-            kind, style = "hit" if i == j else "miss", f"--v:{strength(i, j) * 1.6:.0f}%"
-            square = tag("rect", x=j, y=i, width=1, height=1, class_=kind, style=style)
-            what = f"{counts[i, j]:,}: {names[i]} taken for {names[j]}"
-            squares.append(square if i == j else tag("g", tag("title", what), square))
-        caption = f"{side} true classes from top to bottom, predictions from left to right"
-        ground = tag("rect", x=0, y=0, width=side, height=side, class_="ground")
-        texts = (tag("title", "Confusion matrix"), tag("desc", caption))
-        svg = tag("svg", *texts, ground, *squares, viewBox=f"0 0 {side} {side}", role="img")
-        return tag("figure", svg, tag("figcaption", caption), class_="matrix", id="confusion")
 
     def cell(i: int, j: int) -> Html:
         if not counts[i, j]:
