@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tfdist.errors import TrainingError, UserError
     from tfdist.keras_bridge.batch_norm import synchronize_batch_norm
     from tfdist.launch.notebook import launch
+    from tfdist.monitoring.fit_report import Report
     from tfdist.trainer.callbacks import Callback
     from tfdist.trainer.evaluation import evaluate, predict
     from tfdist.trainer.fit import fit
@@ -28,6 +29,7 @@ _HOMES = {
     "Callback": "tfdist.trainer.callbacks",
     "Checkpoints": "tfdist.checkpoints.manager",
     "Distribution": "tfdist.distributed.distribution",
+    "Report": "tfdist.monitoring.fit_report",
     "TrainingError": "tfdist.errors",
     "UserError": "tfdist.errors",
     "connect": "tfdist.distributed.connect",
@@ -45,6 +47,7 @@ __all__ = [
     "Callback",
     "Checkpoints",
     "Distribution",
+    "Report",
     "TrainingError",
     "UserError",
     "connect",

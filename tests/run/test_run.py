@@ -1,5 +1,6 @@
 """`tfdist run`: scripts that know nothing of tfdist, in processes of their own."""
 
+import json
 import re
 
 import pytest
@@ -67,6 +68,13 @@ def numbers(text):
     return [f"{float(number):.5g}" for number in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", "\n".join(lines))]
 
 
+def reported(folder):
+    """Status of the script, and of each call of fit with its epochs and updates."""
+    result = json.loads((folder / "result.json").read_text())
+    assert (folder / "report.html").read_text().count("<section") == 1 + len(result["calls"])
+    return result["status"], [(call["status"], call["epochs"], call["updates"]) for call in result["calls"]]
+
+
 def test_a_script_runs_as_by_python(script, tmp_path):
     """Its own flags, of which one has the name of one of the command's, and the numbers of one device on two."""
     (tmp_path / "python.py").write_text(
@@ -99,6 +107,19 @@ def test_ends_as_the_script_does(program, code, stdout, stderr, script, tmp_path
     assert "tfdist/run" not in done.stderr and "absl/app.py" not in done.stderr.partition("neither")[0]
 
 
+@pytest.mark.parametrize("code, status, calls", [
+    ("m.evaluate(x, x, verbose=0)", "completed", []),
+    ("m.fit(x, x, verbose=0); m.fit(x, x, epochs=2, callbacks=[l(on_epoch_end=lambda *a: 1 / 0)])", "failed",
+     [("completed", 1, 1), ("failed", 0, 1)]),
+])  # fmt: skip
+def test_the_report_of_a_script_that_only_evaluates_or_fails(code, status, calls, script, tmp_path):
+    text = "import keras, numpy\nm, x, l = keras.Sequential([keras.layers.Dense(2)]), numpy.ones((3, 2)), "
+    (tmp_path / "own.py").write_text(f"{text}keras.callbacks.LambdaCallback\nm.compile('sgd', 'mse')\n{code}\n")
+    done = script("--virtual_devices=2", "--workdir=kept", program=("own.py",))
+    assert done.returncode == (status == "failed"), done.stderr
+    assert reported(tmp_path / "kept") == (status, calls)
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["trian.py"], "there is no script 'trian.py': did you mean 'train.py'?"),
     (["--strateg=default", "train.py"], "Unknown command line flag 'strateg'"),
@@ -128,6 +149,8 @@ def test_continues_after_kills_bit_for_bit(where, script, tmp_path):
     assert "resuming after update" in last.stderr
     again = script(*flags)
     assert again.stdout == undisturbed.stdout
+    for folder in "undisturbed", "killed":
+        assert reported(tmp_path / folder) == ("completed", [("completed", 2, 8)] * 3)
 
 
 @pytest.mark.faults
@@ -218,8 +241,9 @@ def test_two_workers_train_as_one_and_name_files_that_both_write(script, tmp_pat
     text = TRAIN.replace('\n    print("weights"', more).replace("import argparse", "import tempfile, argparse")
     text = text.replace("import keras,", "import tensorflow as tf, keras,")
     (tmp_path / "train.py").write_text(text)
-    alone, both = script("--strategy=default"), script("--nproc_per_node=2")
+    alone, both = script("--strategy=default"), script("--nproc_per_node=2", "--workdir=kept")
     assert both.returncode == 0, both.stderr
+    assert reported(tmp_path / "kept") == ("completed", [("completed", 2, 8)] * 3 + [("completed", 1, 2)] * 4)
     assert numbers(both.stdout.replace("[0] ", "")) == numbers(alone.stdout)
     assert "[1] history" not in both.stdout and (tmp_path / "m.keras").exists()
     assert "several workers have written notes.txt in the working directory" in both.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import functools
 import hashlib
 import json
@@ -25,8 +26,9 @@ from tfdist.config import buckets
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import ResumeOptions
 from tfdist.distributed.distribution import Distribution
-from tfdist.errors import Interrupted, UserError
+from tfdist.errors import Interrupted, UserError, one_line
 from tfdist.keras_bridge import keras_internals
+from tfdist.monitoring import fit_report
 from tfdist.trainer.worker_session import Signals
 
 FITS = "fits"
@@ -59,6 +61,7 @@ class KeptFits:
         self._distribution, self._options, self._every = distribution, options, every
         self._folder = RunFolder(str(pathlib.Path(options.workdir).expanduser()), writes=distribution.is_chief)
         self._fits = self._folder.path / FITS
+        self._report = fit_report.Report(self._folder)
         self._number = 0
         self._depth = 0
 
@@ -77,9 +80,10 @@ class KeptFits:
 
     def call(self, fit: Callable[..., Any], model: keras.Model, arguments: dict[str, Any]) -> Any:
         """Trains, or restores what an earlier start of the same script has trained."""
-        # Within a callback of another call, which continues with that one; or kept by the script itself.
-        if self._depth or arguments.get("checkpoints"):
+        if self._depth:  # within a callback of another call, which continues with that one
             return fit(model, **arguments)
+        if arguments.get("checkpoints"):  # kept by the script itself
+            return self._reported(fit, model, arguments)
         self._number += 1
         folder = self._fits / f"{self._number:04d}"
         facts = _facts(model, arguments)
@@ -97,7 +101,8 @@ class KeptFits:
         self._depth += 1
         try:
             with self._distribution.peers.seeing_signals(), Signals() as signals:
-                history = fit(model, **arguments, checkpoints=kept, should_stop=signals.reason)
+                own = {"checkpoints": kept, "should_stop": signals.reason}
+                history = self._reported(fit, model, arguments | own)
         except Interrupted as stopped:
             logger.info(f"{stopped}: the same command continues from there")
             raise SystemExit(143) from None
@@ -108,8 +113,28 @@ class KeptFits:
             self._prune(folder)
         return history
 
-    def finish(self) -> None:
-        """Warns of recorded calls that the script no longer makes."""
+    def _reported(self, fit: Callable[..., Any], model: keras.Model, arguments: dict[str, Any]) -> Any:
+        """Calls `fit` with the report as the last callback, whose name in checkpoints the script's own keep."""
+        callbacks = arguments.get("callbacks")
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = copy.copy(callbacks)
+            callbacks.callbacks = [*callbacks.callbacks, self._report]
+            self._report.set_model(model)
+        else:
+            callbacks = [*_callbacks(arguments), self._report]
+        try:
+            return fit(model, **arguments | {"callbacks": callbacks})
+        except BaseException as error:
+            if self._distribution.is_chief:
+                self._report.end_call("preempted" if isinstance(error, Interrupted) else "failed", one_line(error))
+            raise
+
+    def finish(self, code: int) -> None:
+        """Ends the report of a script with this exit code, and warns of recorded calls that it no longer makes."""
+        if self._distribution.is_chief:
+            self._report.end({0: "completed", 143: "preempted"}.get(code, "failed"), self._distribution)
+        if code:
+            return
         folders = sorted(self._fits.glob("[0-9]*")) if self._distribution.is_chief else []
         gone = [path.name for path in folders if int(path.name) > self._number]
         if gone:

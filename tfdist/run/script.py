@@ -56,12 +56,12 @@ def _patched(program: Program, distribution: Distribution, environment: Environm
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         written = stack.enter_context(_noting_written_files()) if distribution.workers > 1 else set()
         code = _executed(program, distribution)
+        if kept:
+            kept.finish(code)
         if code:
             return code
         if not patch.calls:
             logger.info(_NOT_DISTRIBUTED)
-        if kept:
-            kept.finish()
         _warn_of_shared_files(distribution, written)
     return 0
 

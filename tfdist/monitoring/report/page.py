@@ -1,6 +1,7 @@
 """`report.html`: one page about one run, made from the files of its folder. No TensorFlow, no network."""
 
 import base64
+import functools
 import hashlib
 import html
 import pathlib
@@ -14,7 +15,7 @@ from tfdist.checkpoints.run_folder import RunFolder, strict
 from tfdist.errors import TrainingError
 from tfdist.monitoring.confusion import Findings
 from tfdist.monitoring.report import curves, run_files, tables
-from tfdist.monitoring.report.html import Html, join, tag
+from tfdist.monitoring.report.html import Html, join, table, tag
 from tfdist.monitoring.report.line_chart import label, value
 from tfdist.monitoring.report.run_files import Record, mapping, number, sequence
 from tfdist.trainer.timing import INPUT_LIMIT
@@ -66,6 +67,45 @@ def render(path: pathlib.Path, result: dict | None = None, findings: Findings | 
         _tolerant(lambda: _header(record)),
         _tolerant(lambda: _figures(record)),
         [section for section in bodies if section[2]],
+        f"{path.absolute().name} · written by {written}",
+    )
+
+
+def section_of_call(path: pathlib.Path, call: dict, lines: list[dict]) -> tuple[str, str, Html]:
+    """Returns the section of a call of `fit` for `of_calls`: `call` as in `result.json`, a line for each epoch."""
+    last = {name: y for name, y in (lines[-1] if lines else {}).items() if name not in curves.NO_METRICS}
+    record = Record(path, {}, {}, call | {"evaluation": last}, lines, [], [])
+    parts = [_tolerant(functools.partial(make, record)) for make in (_figures, _time, curves.learning)]
+    reason = [tag("p", call["reason"], class_="why")] if call["reason"] else []
+    body = re.sub(' id="[a-z-]+"', "", join(*reason, *parts))  # which other calls have, too
+    return f"call-{call['call']}", f"Call {call['call']}: {call['model']}, {call['status']}", Html(body)
+
+
+def of_calls(path: pathlib.Path, result: dict, sections: Sequence[tuple[str, str, Html]]) -> str:
+    """Returns the page of a script's calls of `fit`, of which the newest have `sections`."""
+    calls = result["calls"]
+
+    def row(call: dict) -> list[object]:
+        speed, history = number(call["examples_per_second"]), call["history"]
+        ends = [number(history[name][-1]) if history.get(name) else None for name in ("loss", "val_loss")]
+        counts = [f"{call[name]:,}" for name in ("epochs", "updates", "examples_seen")]
+        texts = ["-" if y is None else value(y) for y in ends]
+        rate = label(float(f"{speed:.4g}")) if speed else "-"
+        return [call["call"], call["model"], call["status"], *counts, duration(call["seconds"]), rate, *texts]
+
+    head = ["call", "model", "status", "epochs", "updates", "examples", "time", "examples/s", "loss", "val loss"]
+    more = f"The newest {len(calls)} of {result['calls_made']:,}." if result["calls_made"] > len(calls) else ""
+    listed = table(head, [row(call) for call in reversed(calls)], (0, *range(3, len(head))), id="calls")
+    nothing = tag("p", "fit was not called.", class_="note")
+    environment = {"strategy": result.get("strategy"), "reason": result.get("why")}
+    totals = {name: sum(call[name] for call in calls) for name in ("updates", "epochs", "seconds")} if calls else {}
+    record = Record(path.absolute(), {}, environment, result | totals, [], [], [])
+    written = f"tfdist {mapping(result.get('versions')).get('tfdist', '')}, {time.strftime('%Y-%m-%d %H:%M %Z')}"
+    return assembled(
+        f"{record.name}: {result['status']}",
+        _tolerant(lambda: _header(record)),
+        _tolerant(lambda: _figures(record)),
+        [("calls-of-fit", "Calls of fit", join(listed, tag("p", more)) if calls else nothing), *reversed(sections)],
         f"{path.absolute().name} · written by {written}",
     )
 
