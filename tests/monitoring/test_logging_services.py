@@ -30,13 +30,13 @@ def folder(tmp_path):
     return tmp_path
 
 
-def trained(callback):
+def trained(*callbacks, fit=tfdist.fit):
     """Trains for three epochs; returns the losses."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     x = np.arange(12, dtype="float32").reshape(4, 3)
-    return tfdist.fit(model, x, x[:, :1], epochs=3, callbacks=[callback], verbose=0).history["loss"]
+    return fit(model, x, x[:, :1], epochs=3, callbacks=[*callbacks], verbose=0).history["loss"]
 
 
 def test_they_are_called_on_the_chief_alone(services):
@@ -71,3 +71,29 @@ def test_mlflow(services, folder):
     assert run.data.params == {"seed": "7", "train.epochs": "3"} and run.info.status == "FINISHED"
     history = client.get_metric_history(run.info.run_id, "loss")
     assert [(m.step, m.value) for m in sorted(history, key=lambda m: m.step)] == list(enumerate(losses))
+
+
+def test_autolog_and_keras_callbacks_under_patch_keras(connect, folder, monkeypatch):
+    """As with Keras: the metrics of each epoch of `model.fit`, on two replicas."""
+    mlflow, wandb = pytest.importorskip("mlflow"), pytest.importorskip("wandb")
+    pytest.importorskip("mlflow.store.tracking.sqlalchemy_store")
+    from wandb.integration.keras import WandbMetricsLogger
+
+    uri, logged = f"sqlite:///{folder}/mlflow.db", []
+    mlflow.set_tracking_uri(uri)
+    experiment = mlflow.set_experiment("patched").experiment_id
+    monkeypatch.chdir(folder)
+    tfdist.patch_keras(connect(2))
+    try:
+        mlflow.tensorflow.autolog(log_models=False)
+        with wandb.init(project="digits", mode="offline", dir=folder):
+            monkeypatch.setattr("wandb.log", lambda data: logged.append((data["epoch/epoch"], data["epoch/loss"])))
+            losses = trained(WandbMetricsLogger(), fit=lambda model, *data, **options: model.fit(*data, **options))
+    finally:
+        mlflow.tensorflow.autolog(disable=True)
+        tfdist.unpatch_keras()
+    assert logged == list(enumerate(losses))
+    (run,) = mlflow.MlflowClient(uri).search_runs([experiment])
+    history = mlflow.MlflowClient(uri).get_metric_history(run.info.run_id, "loss")
+    assert [m.value for m in sorted(history, key=lambda m: m.step)] == losses
+    assert float(run.data.params["opt_learning_rate"]) == pytest.approx(0.01) and run.data.params["epochs"] == "3"

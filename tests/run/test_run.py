@@ -237,6 +237,8 @@ def test_two_workers_train_as_one_and_name_files_that_both_write(script, tmp_pat
         model.save(path)
         assert keras.models.load_model(path).count_params() == model.count_params()
     assert tf.distribute.get_strategy().extended.should_checkpoint
+    resolver = tf.distribute.get_strategy().cluster_resolver
+    assert ("WANDB_MODE" in os.environ) == ("MLFLOW_TRACKING_URI" in os.environ) == bool(resolver and resolver.task_id)
     print("weights\""""
     text = TRAIN.replace('\n    print("weights"', more).replace("import argparse", "import tempfile, argparse")
     text = text.replace("import keras,", "import tensorflow as tf, keras,")

@@ -7,6 +7,7 @@ import functools
 import inspect
 import os
 import pathlib
+import tempfile
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -71,11 +72,19 @@ class KerasPatch:
     def install(self) -> None:
         """Replaces Keras' methods and enters the scope."""
         if "fit" in vars(keras.Model):
-            whose = getattr(keras.Model.fit, "__module__", "another library")
+            # MLflow gives its function the names of Keras' own, and not its globals.
+            whose = getattr(keras.Model.fit, "__globals__", {}).get("__name__", "another library").partition(".")[0]
             raise UserError(
                 f"keras.Model.fit has been replaced by {whose}, which would no longer be called",
                 "call tfdist.patch_keras() before it, such as before mlflow.autolog()",
             )
+        if not self.distribution.is_chief:
+            # The job has one run there, and all workers make the same calls of a model for it.
+            folder = self._undo.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            elsewhere = {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "_MLFLOW_SERVER_ARTIFACT_ROOT": folder}
+            for name, value in (elsewhere | {"WANDB_MODE": "disabled"}).items():
+                self._undo.callback(os.environ.pop, name, None)
+                os.environ[name] = value
         trainer = next(c for c in keras.Model.__mro__ if "fit" in vars(c))
         for name, ours in _METHODS.items():
             self._replace(trainer, name, self._method(getattr(trainer, name), ours))
