@@ -61,6 +61,14 @@ FILES = ("csv", "hf", "image_folder", "numpy", "parquet", "text", "tfrecord", "w
 """Prefixes of `data.name` for files, as in `image_folder:/path`."""
 
 
+def _changed(default: T, former: T) -> T:
+    """Returns a default that 0.1 had otherwise, as a value which tells that nobody has written it; for one release."""
+    kind = type(default)
+    attributes = {"former": former, "__reduce__": lambda self: (_changed, (default, former))}
+    value: T = type(kind.__name__, (kind,), attributes)(default)
+    return value
+
+
 # A field that is not written changes nothing of what Keras' compile and fit do.
 
 
@@ -117,16 +125,16 @@ class Optimizer:
 
     name: str = "sgd"
     """A Keras optimizer in lower case, or `package.module:function`, called as `function(learning_rate)`."""
-    learning_rate: float = 0.0
+    learning_rate: float = _changed(0.0, 0.05)
     """The peak of the learning rate, after the warm-up; 0 for the optimizer's own default."""
-    schedule: str = "constant"
+    schedule: str = _changed("constant", "cosine")
     """What follows the warm-up: `constant`, `cosine`, `linear`, `step` or `exponential`."""
     schedule_options: str = ""
     """`end=0.01` of cosine, linear and exponential: share of the peak that is left at the end (0, 0, 0.01).
     `boundaries=30% 60% 80%, factor=0.1` of step. `factor=0.94, every=2 epochs` of exponential instead of `end`."""
-    warmup: str = "0 steps"
+    warmup: str = _changed("0 steps", "2 epochs")
     """Linear warm-up from zero: a duration (`5%`, `100 steps`, `1 epoch`, `5000 examples`)."""
-    weight_decay: float = 0.0
+    weight_decay: float = _changed(0.0, 0.02)
     """Decoupled weight decay, times the rate; 0 for the optimizer's own: 0.004 of adamw and muon, else none."""
     decay_exclude: str = ""
     """Patterns for layers and variables without weight decay, such as `bias, gamma, beta, embedding*`."""
@@ -144,7 +152,7 @@ class Optimizer:
     """Global batch for which learning_rate was chosen; needed to scale it."""
     ema_momentum: float = 0.0
     """Evaluates, and ends the run with, an exponential moving average of the weights; 0 for none."""
-    options: str = ""
+    options: str = _changed("", "momentum=0.9, nesterov=True")
     """More keyword arguments of the optimizer, such as `momentum=0.9, nesterov=True`."""
 
 
@@ -152,11 +160,11 @@ class Optimizer:
 class Train:
     """How long and in which portions to train."""
 
-    epochs: int = 1
+    epochs: int = _changed(1, 30)
     """Passes over the data; 0 to count in `steps`."""
     steps: int = 0
     """Updates; 0 to count in `epochs`."""
-    batch_size: int = 32
+    batch_size: int = _changed(32, 48)
     """Global batch: examples per update, over all replicas and micro-batches; 0, or `auto` on the command line, looks
     for the largest that fits (see tfdist.train.batch_size_search)."""
     accumulate: int = 1
@@ -175,7 +183,7 @@ class Train:
     callbacks: str = ""
     """More callbacks: of Keras, such as `EarlyStopping(patience=3)`, or `package.module:function`, called as
     `function()` for one or a list."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = _changed(0.0, 0.1)
     """Share of each target spread over all classes."""
     class_weight: str = ""
     """`balanced`, or weights by class number or name, such as `0=3.0, 2=0.2`; other classes weigh 1."""
@@ -219,7 +227,7 @@ class Checkpoint:
 class Experiment:
     """All that decides about the numbers of a run; where it runs is in `runtime_options`."""
 
-    name: str = "experiment"
+    name: str = _changed("experiment", "digits")
     """What the run is called, and its folder in `runs/`."""
     seed: int = 0
     """Decides the first weights, the order of the examples, and what is random in layers and augmentation."""
@@ -277,6 +285,22 @@ def _accept_former_name(owner: type, group: str, former: str) -> None:
 
 _accept_former_name(Train, "train", "shards")
 _accept_former_name(Data, "data", "broken")
+
+
+def take_changed_defaults(experiment: Experiment) -> list[str]:
+    """Returns the fields left to defaults that have changed since 0.1, and makes plain values of theirs.
+
+    There are none where 0.1 had refused the experiment: its default options of the optimizer were those of SGD.
+    """
+    told = []
+    ran = experiment.optimizer.name == "sgd" or not hasattr(experiment.optimizer.options, "former")
+    for prefix, owner in (("", experiment), ("optimizer.", experiment.optimizer), ("train.", experiment.train)):
+        for field in dataclasses.fields(owner):
+            value: Any = getattr(owner, field.name)
+            if hasattr(value, "former"):
+                told.append(f"{prefix}{field.name} is {value!r} (was {value.former!r})")
+                setattr(owner, field.name, type(value).__mro__[1](value))
+    return told if ran else []
 
 
 def flat(experiment: Experiment | dict[str, object]) -> dict[str, str]:

@@ -62,6 +62,7 @@ def replace_former_names(argv: list[str]) -> None:
 def field(name: str) -> Any:
     """Returns the default of a field such as `config.train.epochs`, or a group of them."""
     owner: Any = config.Experiment()
+    config.take_changed_defaults(owner)
     for part in name.split(".")[1:]:
         known = tuple(f.name for f in dataclasses.fields(owner)) if dataclasses.is_dataclass(owner) else ()
         if part not in known:
