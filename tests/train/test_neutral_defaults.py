@@ -6,7 +6,6 @@ import pytest
 from support import training_cases
 
 from tfdist import config
-from tfdist.config import default_experiment
 from tfdist.config.commands import config_files
 from tfdist.data.datasets import registry
 from tfdist.models import build
@@ -67,4 +66,3 @@ def test_shipped_experiments_rely_on_no_default():
         scope = {}
         exec(path.read_text(), scope)
         assert not config.take_changed_defaults(scope["get_config"]()), name
-    assert not config.take_changed_defaults(default_experiment.get_config())
