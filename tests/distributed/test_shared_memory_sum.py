@@ -166,7 +166,7 @@ def test_where_workers_sum_through_the_network(workers):
     assert workers.run(shared_memory_sum.between) == [None] * workers.size
 
 
-@pytest.mark.parametrize("missing", ["x86", "memfd", "room", "sight", "sight of one"])
+@pytest.mark.parametrize("missing", ["x86", "room", "sight", "sight of one"])
 def test_without_memory_in_common_all_sum_through_the_network(missing, monkeypatch):
     def unseen(note, writing=False):
         assert writing
@@ -175,8 +175,6 @@ def test_without_memory_in_common_all_sum_through_the_network(missing, monkeypat
     opened, one = host_memory.opened, None
     if missing == "x86":
         monkeypatch.setattr(shared_memory_sum.platform, "machine", lambda: "aarch64")
-    elif missing == "memfd":
-        monkeypatch.delattr(host_memory.os, "memfd_create")
     elif missing == "room":
 
         def full(*arguments):

@@ -126,12 +126,6 @@ def test_refused(name, spec, options, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_name_that_this_keras_lacks(monkeypatch):
-    monkeypatch.delattr(keras.applications, "VGG16")
-    with pytest.raises(UserError, match=r"model.name='VGG16' needs a newer Keras than"):
-        built("VGG16")
-
-
 @pytest.mark.parametrize(
     "name", ["MobileNet", *(pytest.param(n, marks=pytest.mark.whole) for n in ("MobileNetV3Small", "ResNet50"))]
 )

@@ -5,7 +5,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 GRACE_S = 5.0  # from SIGTERM to SIGKILL: a worker inside TensorFlow's constructor never sees the first
@@ -13,10 +12,8 @@ _PR_SET_PDEATHSIG = 1
 _KILL_S = 1.0  # seconds until a process that was killed counts as one that cannot be
 
 
-def end_with_the_parent() -> Callable[[], None] | None:
+def end_with_the_parent() -> Callable[[], None]:
     """Returns what a child does before its program: ask Linux for SIGKILL when this process dies, however it dies."""
-    if not sys.platform.startswith("linux"):
-        return None
     parent, prctl = os.getpid(), ctypes.CDLL(None).prctl
 
     def ask() -> None:

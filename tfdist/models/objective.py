@@ -126,19 +126,16 @@ def _metrics(specs: list[KerasObjectSpec], model: keras.Model) -> list[object]:
 
 def _logits(spec: KerasObjectSpec, model: keras.Model, module: object) -> dict[str, object]:
     """Returns what outputs are: Keras takes them for probabilities, and would train logits as such without a word."""
-    kind = getattr(module, spec.kind, None)
-    if kind is None or "from_logits" not in inspect.signature(kind).parameters:
+    if "from_logits" not in inspect.signature(getattr(module, spec.kind)).parameters:
         return {}
     return {"from_logits": not ends_with_probabilities(model)}
 
 
 def _of_keras(module: object, spec: KerasObjectSpec, fitting: dict[str, object]) -> object:
     """Returns an object of Keras; `fitting` are arguments that stand back behind those that were written."""
-    kind = getattr(module, spec.kind, None)
-    if kind is None:
-        raise UserError(f"{spec.field}={spec.name} needs a newer Keras than {keras.__version__}", "upgrade it")
     try:
-        return user_functions.call(f"{spec.name} in {spec.field}", kind, {**fitting, **spec.options})
+        named = f"{spec.name} in {spec.field}"
+        return user_functions.call(named, getattr(module, spec.kind), {**fitting, **spec.options})
     except (TypeError, ValueError) as error:
         raise UserError(f"{spec.field}: {spec.name} cannot be made: {error}") from error
 

@@ -32,11 +32,8 @@ def build(experiment: config.Experiment, plan: Plan) -> keras.optimizers.Optimiz
         options |= {"use_ema": True, "ema_momentum": wanted.ema_momentum}
     if field_syntax.is_reference(wanted.name):
         function = user_functions.resolve("optimizer.name", wanted.name)
-    elif wanted.name in _CLASSES:
-        function = getattr(keras.optimizers, _CLASSES[wanted.name])
     else:
-        what = f"optimizer.name={wanted.name!r} needs a newer Keras than {keras.__version__}"
-        raise UserError(what, "upgrade it")
+        function = getattr(keras.optimizers, _CLASSES[wanted.name])
     if not plan.rate:
         plan = dataclasses.replace(plan, rate=_own_rate(function, wanted.name))
     options["learning_rate"] = rate(experiment, plan)
