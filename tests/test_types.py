@@ -27,6 +27,7 @@ data = tfdist.load_data("csv:x.csv", options="target=y", image_size=64)
 
 def train(model, rate: float) -> str:
     kept = tfdist.Checkpoints("run", every="1 epoch")
+    tfdist.Report("run").on_checkpoint(3)
     tfdist.fit(tfdist.synchronize_batch_norm(model), data.train, epochs=3, distribution=distribution, checkpoints=kept)
     return str(evaluate(model, data.eval)) + str(predict(model, x, batch_size=2))
 
@@ -47,6 +48,7 @@ tfdist.fit(None, x, epochs="3")  # wrong
 evaluate(None, x, batchsize=3)  # wrong
 predict(None, x, verbse=0)  # wrong
 tfdist.Checkpoints("run", evry="1 epoch")  # wrong
+tfdist.Report(3)  # wrong
 launch(train, None, 0.1, nprocs=2)  # wrong
 tfdist.patch_keras(distributon=distribution)  # wrong
 tfdist.fitt  # wrong

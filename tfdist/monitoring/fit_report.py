@@ -15,7 +15,6 @@ from tfdist.checkpoints import state_shape
 from tfdist.checkpoints.run_folder import RunFolder, strict
 from tfdist.config import buckets
 from tfdist.config.messages import logger
-from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.monitoring.monitors import Board, peak_memory
@@ -63,7 +62,6 @@ class Report(Callback):
                 raise UserError(f"Report({os.fspath(folder)!r}) is in a bucket", "use a folder")
             folder = RunFolder(str(pathlib.Path(folder).expanduser()))
         self._folder = folder
-        self._distribution: Distribution | None = None
         self._calls: collections.deque[dict[str, Any]] = collections.deque(maxlen=LISTED)
         self._sections: collections.deque[tuple[str, str, Html]] = collections.deque(maxlen=DRAWN)  # of ended calls
         self._lines: list[dict[str, Any]] = []  # of the running one, for each epoch
@@ -94,7 +92,6 @@ class Report(Callback):
     def on_train_begin(self, logs=None):
         self.end_call("unfinished")  # one that an error has ended
         self._number += 1
-        self._distribution = connect.current(self.model.distribute_strategy)
         self._begun, self._updates, self._before = time.monotonic(), 0, 0
         self._examples = self._steady = 0
         self._spent, self._of_epoch, self._of_examples = Spent(), Spent(), 0
