@@ -5,6 +5,7 @@
 One thread per replica. What counts are whole epochs after a first one, in which things are compiled.
 """
 
+import logging
 import sys
 import time
 
@@ -12,6 +13,7 @@ import serving
 
 import tfdist
 
+logging.getLogger("tfdist").setLevel("WARNING")  # standard output is read as answers
 NAME, REPLICAS, WAY = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 DISTRIBUTION = (
     tfdist.connect("default", threads=1)

@@ -83,7 +83,7 @@ def test_what_tensorflow_takes(kernels, variable, taken):
     environ |= {} if variable is None else {cpu_kernels.VARIABLE: variable}
     program = CONNECTED.format(first="", options={"cpu_kernels": kernels})
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [taken]
+    assert done.stdout.split()[-1] == taken
     assert "oneDNN custom operations" not in done.stderr
 
 

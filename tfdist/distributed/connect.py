@@ -233,6 +233,7 @@ def connect(
     asked = placement.options, placement.choice.name, placement.cluster
     if asked not in _CONNECTED:
         _CONNECTED[asked] = create(placement)
+        logger.info(_CONNECTED[asked].announcement())
     latest = _CONNECTED[asked]
     _IN_ORDER[:] = [*(one for one in _IN_ORDER if one is not latest), latest]
     return latest

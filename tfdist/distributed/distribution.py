@@ -111,6 +111,12 @@ class Distribution:
         on = f" {self.devices[device]}" if len(self.devices) > 1 else ""
         return f"worker {worker} ({self.peers.hosts[worker]}){on}" if self.workers > 1 else on.strip()
 
+    def announcement(self) -> str:
+        """Returns the strategy, why it was chosen, and its devices, in one line for a person."""
+        xla = {"off": "", "on": ", compiled by XLA", "auto": ", compiled by XLA where it can"}[self.jit]
+        replicas = f"{self.replicas} replica{'s' * (self.replicas > 1)} on {', '.join(self.devices)}"
+        return f"strategy {self.name}, because {self.reason}: {replicas}{xla}"
+
     def __repr__(self):
         here = f"{', '.join(self.devices)}" + (f" of worker {self.rank} of {self.workers}" if self.workers > 1 else "")
         return f"<Distribution {self.name}: {self.replicas} replica{'s' * (self.replicas > 1)}, here on {here}>"

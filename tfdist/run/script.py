@@ -37,8 +37,6 @@ def run(program: Program, environment: Environment, options: Options) -> int:
     messages.use_standard_error()
     where = {name: getattr(environment, name) for name in runtime_options.names(PlacementOptions)}
     distribution = connect.connect(**where)
-    replicas = f"{distribution.replicas} replica{'s' * (distribution.replicas > 1)}"
-    logger.info(f"strategy {distribution.name}, because {distribution.reason}: {replicas}")
     return worker_session.reporting_failures(
         distribution.peers, lambda: _patched(program, distribution, environment, options)
     )

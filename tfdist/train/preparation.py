@@ -122,10 +122,7 @@ def prepare(
 
 def _announce(distribution: Distribution, placement: Placement, virtual_replicas: int) -> None:
     """Logs the strategy with its devices, and problems of the driver."""
-    count = distribution.replicas
-    xla = {"off": "", "on": ", compiled by XLA", "auto": ", compiled by XLA where it can"}[distribution.jit]
-    replicas = f"{count} replica{'s' * (count > 1)} on {', '.join(distribution.devices)}{xla}"
-    logger.info(f"strategy {distribution.name}, because {distribution.reason}: {replicas}")
+    logger.info(distribution.announcement())
     if virtual_replicas:
         same = (
             f"every batch in {virtual_replicas} virtual replicas, with the same bits on any number of replicas up to "
