@@ -1,8 +1,11 @@
 """The same numbers are added up in the same order, whoever else reads them at that moment."""
 
+import sys
+
 import numpy as np
 import pytest
 import tensorflow as tf
+from support import processes
 
 from tfdist.distributed.collectives import sum_in_order
 
@@ -48,3 +51,30 @@ def test_only_ours_keeps_its_order(add, order):
 
     one, two, three = (tf.tanh(values[i]).numpy() for i in order)
     np.testing.assert_array_equal(call(values)[0], one + two + three)
+
+
+WEIGHTED = """
+import keras
+import numpy as np
+
+
+def data(split):
+    random = np.random.default_rng(len(split))
+    return random.normal(size=(15, 5)).astype("float32"), random.integers(0, 3, 15), random.uniform(0.1, 2, 15)
+
+
+def model(spec):
+    keras.utils.set_random_seed(1)
+    dense = keras.layers.Dense(6, "tanh", kernel_regularizer="l2", activity_regularizer=keras.regularizers.L2(0.003))
+    return keras.Sequential([keras.Input((5,)), dense, keras.layers.Dense(3)])
+"""
+
+
+def test_gradients_of_a_weighted_loss_and_of_regularizers_add_up_alike_on_all_replicas(tmp_path):
+    """Grappler made one `add_n` of the three: the run failed at its end, with replicas that differed."""
+    (tmp_path / "weighted.py").write_text(WEIGHTED)
+    flags = "--virtual_devices=3 --config.data.name=weighted:data --config.model.name=weighted:model"
+    fields = "--config.model.options= --config.optimizer.name=adam --config.train.batch_size=7 --config.train.epochs=3"
+    command = [sys.executable, "-m", "tfdist.train", "--config=digits_mlp", "--workdir=run", *flags.split()]
+    done = processes.run([*command, *fields.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -85,3 +85,8 @@ def sum_in_order(tensors: list[tf.Tensor]) -> tf.Tensor:
     if len(tensors) < 3:
         return tf.add_n(tensors)
     return tf.reduce_sum(tf.stack(tensors), 0)
+
+
+def isolated_sum(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
+    """Adds two tensors whose sum is added to others: of a chain of `+`, Grappler makes one `tf.add_n`."""
+    return tf.reduce_sum(tf.stack([a, b]), 0)

@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.config.messages import logger
+from tfdist.distributed.collectives import isolated_sum
 from tfdist.errors import UserError
 from tfdist.keras_bridge import ema, keras_internals
 from tfdist.keras_bridge.keras_internals import inner_optimizer
@@ -352,4 +353,4 @@ def clip(optimizer: keras.optimizers.Optimizer, grads: Gradients) -> Gradients:
 def _added(grads: Gradients, others: Gradients) -> Gradients:
     """Adds gradients variable by variable, in the type of the first."""
     pairs = zip(grads, others)
-    return [b if a is None else a if b is None else a + tf.cast(b, a.dtype) for a, b in pairs]
+    return [b if a is None else a if b is None else isolated_sum(a, tf.cast(b, a.dtype)) for a, b in pairs]

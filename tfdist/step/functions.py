@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.data.batch_layout import Layout, MicroBatch, ReplicaBatch, unpack
 from tfdist.data.structures import Structure
 from tfdist.distributed import collectives
-from tfdist.distributed.collectives import sum_in_order
+from tfdist.distributed.collectives import isolated_sum, sum_in_order
 from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge import batch_norm, gathering, keras_internals, layer_state, optimizer_update, preconditions
 from tfdist.step import virtual_replicas
@@ -228,7 +228,7 @@ def _accumulated(replica: Replica, layout: Layout, sums_of: Callable[[tf.Tensor 
     # Synchronized BatchNorm reduces inside the forward pass, which a replica's while loop cannot.
     if replica.distribution.replicas > 1 and preconditions.synchronizes(replica.model):
         for micro in range(1, layout.accumulate):
-            sums = sums.plus(sums_of(micro).tensors())
+            sums = sums.plus(sums_of(micro).tensors(), isolated_sum)
         return sums
 
     def body(micro: tf.Tensor, tensors: list[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:

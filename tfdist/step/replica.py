@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdist.cluster.env_vars import HOLD
 from tfdist.data.batch_layout import HostSlice, Layout, MicroBatch, ReplicaBatch, unpack
 from tfdist.data.structures import Structure
-from tfdist.distributed.collectives import sum_in_order
+from tfdist.distributed.collectives import isolated_sum, sum_in_order
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, metrics, preconditions
@@ -67,9 +67,9 @@ class StepSums:
         """Returns the same with other `tensors`."""
         return dataclasses.replace(self, grads=list(tensors[:-1]), scalars=tensors[-1])
 
-    def plus(self, tensors: list[tf.Tensor]) -> StepSums:
+    def plus(self, tensors: list[tf.Tensor], add: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = tf.add) -> StepSums:
         """Returns the same with `tensors` of another slice added."""
-        return self.with_tensors([a + b for a, b in zip(self.tensors(), tensors)])
+        return self.with_tensors([add(a, b) for a, b in zip(self.tensors(), tensors)])
 
     def _values(self) -> list[tuple[LossTerm, tf.Tensor, tf.Tensor | None]]:
         """Returns the losses of the global batch: the one division.
@@ -95,9 +95,9 @@ class StepSums:
         totals: list[tf.Tensor | None] = [None] * (len(self.present[0]) if self.present else 0)
         for present, factor in zip(self.present, factors):
             for i in (i for i, has_gradient in enumerate(present) if has_gradient):
-                grad = next(remaining)
+                grad, total = next(remaining), totals[i]
                 grad = grad if factor is None else grad * tf.cast(factor, grad.dtype)
-                totals[i] = grad if totals[i] is None else totals[i] + grad
+                totals[i] = grad if total is None else isolated_sum(total, grad)
         return totals
 
     def by_term(self) -> dict[str, tf.Tensor]:
