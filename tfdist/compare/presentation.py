@@ -125,7 +125,7 @@ def draw(path: pathlib.Path, title: str, rows: Sequence[Row], caption: str) -> N
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 1.9 + 0.42 * max(5, len(rows))), dpi=120, layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 1.9 + 0.42 * max(5, len(rows))), dpi=120, layout="constrained")
     figure.suptitle(title, fontsize=13)
     figure.supxlabel(caption, fontsize=8, color=_GREY)
     most = max((row.examples_per_second or 0 for row in rows), default=0) or 1
