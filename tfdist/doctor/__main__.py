@@ -61,7 +61,6 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
     folder, workdir, data = options.folder, options.workdir, options.experiment.data
     here, versions, keep = machine.look(machine.groups()), packages.versions(), options.experiment.checkpoint.keep
     newest = checkpoints.newest_size(folder / "checkpoints") if workdir else 0
-    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     find_saved = partial(checkpoints.examine, folder / "checkpoints") if workdir else list
     if buckets.is_url(workdir):
         find_saved = partial(checkpoints.of_bucket, workdir)
@@ -88,7 +87,7 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
         Check("cores", lambda: machine.cores(here)),
         Check("memory", lambda: machine.memory(here)),
         Check("shared memory", machine.shared_memory),
-        Check("open files", lambda: machine.open_files(*open_files, place.result().cluster.size)),
+        Check("open files", lambda: machine.open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])),
         Check("disk", lambda: machine.room(folder, newest, keep), "mount that disk anew"),
         Check("data set", lambda: dataset.check(data, environ)),
     ]

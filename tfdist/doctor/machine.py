@@ -24,6 +24,7 @@ LEAST_SHM = 512 << 20
 _MB = 1_000_000
 LEAST_DISK = 100 * _MB
 """Below this a run may not even get its model and one checkpoint written."""
+ENOUGH_FILES = 1024
 ENOUGH_DISK = 2_000 * _MB
 
 
@@ -102,22 +103,12 @@ def shared_memory(folder: pathlib.Path = SHM, least: float = LEAST_SHM) -> list[
     return [ok(room)]
 
 
-def open_files(soft: int, hard: int, workers: int) -> list[Finding]:
-    """Checks the limit of file descriptors: shards, a connection to each worker, and TensorFlow's own need some.
-
-    `soft` holds now, and may be raised to `hard`; -1 is no limit.
-    """
-    unlimited = soft == -1
-    limit = "any number of open files" if unlimited else f"{soft:,} open files"
-    need = 256 if workers == 1 else 1024
-    to = "ulimit -n 65536" if hard == -1 or hard >= 65536 else f"ulimit -n {hard}"
-    if hard != -1 and hard < need:
-        to = "ask for a higher limit (LimitNOFILE of a service, docker run --ulimit nofile=65536)"
-    if not unlimited and soft < 128:
-        return [fail(f"only {limit}, which TensorFlow alone needs", to)]
-    if not unlimited and soft < need:
-        return [warn(f"only {limit}; data sets of many files and many workers need more", to)]
-    return [ok(limit)]
+def open_files(limit: int) -> list[Finding]:
+    """Checks the limit of file descriptors, -1 for none: shards, workers and TensorFlow itself need some."""
+    if 0 <= limit < ENOUGH_FILES:
+        fix = "ulimit -n 65536, LimitNOFILE of a service, or docker run --ulimit nofile=65536"
+        return [warn(f"only {limit:,} open files; data sets of many files and many workers need more", fix)]
+    return [ok(f"{limit:,} open files" if limit >= 0 else "any number of open files")]
 
 
 def nearest(folder: pathlib.Path) -> pathlib.Path:
