@@ -184,6 +184,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(copy, said):
     assert files(copy) == before
     with refused("none of the checkpoints that --checkpoint=60 means is valid: choose another"):
         weights(copy, "60")
+    with refused("60, which tells the best checkpoint, is damaged: choose another one by its update"):
+        weights(copy, "best")  # an older one would take its own best for that of the run
 
 
 def edited(path, **fields):

@@ -264,9 +264,12 @@ def _from_checkpoint(requested: ModelRequest, experiment: config.Experiment, pla
     if requested.checkpoint != LATEST:
         if requested.checkpoint != BEST:
             update: int | None = int(requested.checkpoint)
-        elif experiment.checkpoint.best:  # which the newest valid one records
-            newest = next((content for path in paths if (content := resume.load(path, requested.storage))), None)
-            update = newest.state["best"]["update"] if newest else None
+        elif experiment.checkpoint.best:  # which the newest one records
+            newest = resume.load(paths[0], requested.storage)
+            if newest is None:
+                what = f"{requested.shown(paths[0])}, which tells the best checkpoint, is damaged"
+                raise UserError(what, "choose another one by its update")
+            update = newest.state["best"]["update"]
         else:
             raise UserError("--checkpoint=best, and the run has not recorded it (checkpoint.best)", "use latest")
         chosen = [path for path in paths if files.update_of(path) == update]
