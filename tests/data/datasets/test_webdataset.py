@@ -159,6 +159,8 @@ def test_files_that_cannot_be_read(tmp_path, tars):
         between = tar.getmembers()[-3].offset
     (tmp_path / "cut.tar").write_bytes(whole[:between])
     no("cut.tar", "cut.tar is cut off or no tar file")
+    (tmp_path / "flipped.tar").write_bytes(whole[:between] + b"#" + whole[between + 1 :])
+    no("flipped.tar", f"flipped.tar has a damaged header at byte {between}: copy or write it again")
 
 
 def test_a_dry_run_makes_no_table(tars):

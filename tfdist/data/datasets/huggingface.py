@@ -1,7 +1,9 @@
 """`hf:path`, `hf:name` and `webdataset:/pattern`: read by number with Hugging Face `datasets`, if it is installed."""
 
 import glob
+import itertools
 import os
+import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +58,9 @@ def load_tars(path: str, splits: Mapping[str, str], options: Options, free: bool
         builder = datasets.load_dataset_builder("webdataset", data_files=needed)
         if not (prepare or os.path.isdir(builder.cache_dir)):
             raise UserError(f"{what} is not in {builder.cache_dir} yet, and a dry run copies nothing", "run without it")
+        if not os.path.isdir(builder.cache_dir):
+            for one in itertools.chain(*needed.values()):
+                _check_headers(one)
         builder.download_and_prepare()
         return builder.as_dataset().flatten()
 
@@ -87,6 +92,16 @@ def tar_files(path: str) -> dict[str, list[str]]:
         if end != bytes(_END):  # Python's `tarfile` takes what is cut off between two members for the whole
             raise UserError(f"{one} is cut off or no tar file: it does not end with zeros", "copy or write it again")
     return by_file_name(paths)
+
+
+def _check_headers(path: str) -> None:
+    """Refuses a tar file with a damaged header, which Python's `tarfile` takes for the end of the file."""
+    with tarfile.open(path) as tar:
+        for _ in tar:
+            pass
+        tar.fileobj.seek(tar.offset)
+        if any(tar.fileobj.read(tarfile.BLOCKSIZE)):
+            raise UserError(f"{path} has a damaged header at byte {tar.offset}", "copy or write it again")
 
 
 def opened(what: str, open_with: Callable[[Any], Any], hint: str, prepare: bool) -> dict[str, Any]:
