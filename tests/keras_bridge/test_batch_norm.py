@@ -93,3 +93,19 @@ def test_a_fit_agrees_with_keras():
         ends.append([*model.get_weights(), np.array(history["loss"])])
     for ours, theirs in zip(*ends):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_micro_batch_without_rows_anywhere_leaves_the_averages(connect):
+    """The last batch has one row and two micro-batches: on several replicas the second moved averages towards 0."""
+    x = np.random.default_rng(1).normal(2, 3, (21, 4)).astype("float32")
+    found = []
+    for replicas in (1, 3):
+        distribution = connect(replicas)
+        with distribution.scope():
+            model = keras.Sequential([keras.Input((4,)), L.BatchNormalization(momentum=0.7, synchronized=True)])
+            model.compile("sgd", "mse")
+        data = {"batch_size": 10, "accumulate": 2, "shuffle": False, "distribution": distribution}
+        tfdist.fit(model, (x, x), epochs=2, verbose=0, **data)
+        found.append(model.get_weights())
+    for one, several in zip(*found, strict=True):
+        np.testing.assert_allclose(several, one, rtol=1e-5)

@@ -133,14 +133,18 @@ def _moments(layer: keras.layers.BatchNormalization) -> Callable:
             inside = tf.broadcast_to(inside, tf.shape(inputs))
             values = tf.where(inside, values, tf.zeros_like(values))
             count = tf.reduce_sum(tf.cast(inside, inputs.dtype)) / inputs.shape[axis]
-        own = tf.concat([tf.reduce_sum(values, axes), tf.reduce_sum(tf.square(values), axes), [count]], 0)
-        present = layer_state.traced.present
+        present, real = layer_state.traced.present, layer_state.traced.real
+        some = tf.cast(True if real is None else tf.reduce_any(real), inputs.dtype)
+        own = tf.concat([tf.reduce_sum(values, axes), tf.reduce_sum(tf.square(values), axes), [count, some]], 0)
         if present is not None:
             own = tf.where(present, own, tf.zeros_like(own))
         total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own)
-        sums, squares, rows = tf.split(total, [inputs.shape[axis], inputs.shape[axis], 1])
+        sums, squares, rows, some = tf.split(total, [inputs.shape[axis], inputs.shape[axis], 1, 1])
         mean = tf.math.divide_no_nan(sums, rows)
         variance = tf.maximum(tf.math.divide_no_nan(squares, rows) - tf.square(mean), 0.0)
-        return mean + tf.where(rows > 0, shift, tf.zeros_like(shift)), variance  # of no rows, 0 as in Keras
+        mean += tf.where(rows > 0, shift, tf.zeros_like(shift))  # of rows that are all masked, 0 as in Keras
+        # A micro-batch for which there is no row anywhere leaves the averages where they are.
+        variance = tf.where(some > 0, variance, tf.cast(layer.moving_variance.value, variance.dtype))
+        return tf.where(some > 0, mean, shift), variance
 
     return moments
