@@ -210,7 +210,8 @@ def test_nothing_that_hangs_is_waited_for(run, driver, tmp_path, no_tensorflow):
     done = run("tfdist.doctor", "--time_limit=3", "--json", path=no_tensorflow, **environ)
     checks = found(done)
     assert checks["driver"]["finding"] == "nvidia-smi gave no answer within 1.2 s"
-    assert checks["tensorflow"]["finding"] == "no answer from TensorFlow within 2 s"
+    # On a slow machine the probe has not come to TensorFlow by then.
+    assert re.fullmatch("no answer (from TensorFlow )?within 2 s", checks["tensorflow"]["finding"])
     assert done.returncode == 2 and done.stderr == "" and not left(mark)
 
 
