@@ -142,8 +142,10 @@ def _moments(layer: keras.layers.BatchNormalization) -> Callable:
         sums, squares, rows, some = tf.split(total, [inputs.shape[axis], inputs.shape[axis], 1, 1])
         mean = tf.math.divide_no_nan(sums, rows)
         variance = tf.maximum(tf.math.divide_no_nan(squares, rows) - tf.square(mean), 0.0)
-        mean += tf.where(rows > 0, shift, tf.zeros_like(shift))  # of rows that are all masked, 0 as in Keras
-        # A micro-batch for which there is no row anywhere leaves the averages where they are.
+        mean += tf.where(rows > 0, shift, tf.zeros_like(shift))  # of no rows, and of masked ones alone, 0 as in Keras
+        if layer_state.traced.parts == 1:
+            return mean, variance
+        # A micro-batch of fewer rows than there are micro-batches leaves the averages where they are.
         variance = tf.where(some > 0, variance, tf.cast(layer.moving_variance.value, variance.dtype))
         return tf.where(some > 0, mean, shift), variance
 

@@ -21,6 +21,7 @@ class _Traced(threading.local):
 
     real: tf.Tensor | None = None  # which rows count, bool [rows]; None for all, see `present`
     present: tf.Tensor | None = None  # whether it has a row at all, a bool scalar; None for certainly
+    parts: int = 1  # into how many the global batch is taken apart, see `MicroBatch`
 
 
 traced = _Traced()
@@ -33,20 +34,21 @@ def restored_without_rows(
     present: tf.Tensor | None,
     real: tf.Tensor | None = None,
     compiled_metrics: bool = False,
+    parts: int = 1,
 ) -> Iterator[None]:
     """Undoes, after it, what a forward pass over a row that is not this replica's has changed in the layers.
 
     Args:
-      present, real: see `traced`. Layers that know of `real` leave the other rows out.
+      present, real, parts: see `traced`. Layers that know of `real` leave the other rows out.
       compiled_metrics: undoes what has changed in these, too.
     """
     variables = [] if present is None else _changed(model, replicas, compiled_metrics)
     before = [tf.identity(v.value) for v in variables]
-    traced.real, traced.present = real if present is None else None, present
+    traced.real, traced.present, traced.parts = real if present is None else None, present, parts
     try:
         yield
     finally:
-        traced.real = traced.present = None
+        traced.real, traced.present, traced.parts = None, None, 1
     for variable, value in zip(variables, before):
         after = tf.where(present, tf.convert_to_tensor(variable.value), value)
         # Not the variable's own assign, which would meet the other replicas: each writes its copy.

@@ -147,7 +147,7 @@ class Report(Callback):
 
     def end(self, status: str, distribution: Distribution) -> None:
         """Writes the files once more, when the script has ended thus."""
-        self._distribution = distribution
+        self.distribution = distribution
         self._write(status)
 
     def _close_board(self) -> None:
@@ -178,8 +178,8 @@ class Report(Callback):
             "examples_seen": self._examples,
             "seconds": round(time.monotonic() - self._begun, 3),
             "examples_per_second": self._steady / self._spent.seconds if self._spent.seconds else None,
-            "replicas": self._distribution.replicas if self._distribution else 1,
-            "workers": self._distribution.workers if self._distribution else 1,
+            "replicas": self.distribution.replicas if self.distribution else 1,
+            "workers": self.distribution.workers if self.distribution else 1,
             "time": dataclasses.asdict(self._spent),
             "history": history,
         }
@@ -190,7 +190,7 @@ class Report(Callback):
 
     def _write(self, status: str = "") -> None:
         """Writes the page, then `result.json`; a disk that is full stops nothing."""
-        began, where = time.monotonic(), self._distribution
+        began, where = time.monotonic(), self.distribution
         sections = list(self._sections)
         if self._call:
             self._update()

@@ -270,7 +270,9 @@ class Replica:
             undone: contextlib.AbstractContextManager = contextlib.nullcontext()
             if rows.present is not None or rows.row_mask is not None:
                 replicas = self.distribution.replicas
-                undone = layer_state.restored_without_rows(model, replicas, rows.present, rows.row_mask)
+                undone = layer_state.restored_without_rows(
+                    model, replicas, rows.present, rows.row_mask, parts=rows.parts
+                )
             with undone:
                 outputs = self.forward(x, training)
             terms = self.objective.terms(y, outputs, weight, rows, count)

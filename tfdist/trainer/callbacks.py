@@ -34,7 +34,8 @@ class Callback(keras.callbacks.Callback):
     what a callback does must not differ between workers where it changes the model.
     """
 
-    _distribution: Distribution | None = None  # of the `fit` that it was last given to
+    distribution: Distribution | None = None
+    """That of the `fit` which calls it."""
 
     chief_only: bool | None = None
     """With True, the callback is called on worker 0 alone, which is for those that write: files, a terminal, a server.
@@ -182,7 +183,7 @@ def on_this_worker(
 
 def _placed(callback: keras.callbacks.Callback, distribution: Distribution) -> keras.callbacks.Callback:
     if isinstance(callback, Callback):
-        callback._distribution = distribution
+        callback.distribution = distribution
     if not is_chief_only(callback):
         return callback
     if isinstance(callback, Callback) and type(callback).limit_call is not Callback.limit_call:
