@@ -27,7 +27,9 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 
 
 # Here and not in a fixture: test modules make tensors while they are collected.
+logging.disable()  # pytest would print what it says behind its own last line
 EIGHT = tfdist.connect("mirrored", virtual_devices=8, threads=1)
+logging.disable(logging.NOTSET)
 from tfdist.verification import equivalence_check  # noqa: E402  it loads TensorFlow, which must not have started before
 
 # Else models that have passed in an earlier run of the tests would not be checked in this one.
