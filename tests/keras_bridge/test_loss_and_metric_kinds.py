@@ -10,6 +10,7 @@ import tensorflow as tf
 from programs.surface.metrics import Highest, Lowest
 
 import tfdist
+from tfdist.keras_bridge import loss as loss_lib
 from tfdist.keras_bridge import metrics
 
 
@@ -135,3 +136,35 @@ def test_losses_that_depend_on_rare_rows_are_those_of_keras(connect, replicas, l
     assert mine == pytest.approx({name: pytest.approx(values, rel=1e-5) for name, values in theirs.items()})
     for one, other in zip(my_weights, their_weights):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_weight_of_an_example_weighs_all_its_values(connect, replicas):
+    """With as many rows on a replica as columns, Keras' broadcast would lay the weights along the columns."""
+    random = np.random.default_rng(0)
+    x, y, weight = random.normal(size=(10, 5, 5, 3)), random.integers(0, 3, (10, 5, 5)), random.uniform(size=10)
+    distribution = connect(replicas)
+    with distribution.scope():
+        model = keras.Sequential([keras.Input((5, 5, 3)), keras.layers.Activation("softmax")])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    loss = tfdist.evaluate(model, x, y, sample_weight=weight, batch_size=10, verbose=0, distribution=distribution)
+    probabilities = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+    values = -np.log(np.take_along_axis(probabilities, y[..., None], -1)[..., 0])
+    assert loss["loss"] == pytest.approx((values.mean((1, 2)) * weight).mean(), rel=1e-5)
+
+
+def test_a_loss_with_many_values_takes_no_weight_per_example_on_several_replicas(connect):
+    """The check before the first training has seen no weights."""
+    x, distribution = np.random.default_rng(0).normal(size=(12, 3)), connect(2)
+    with distribution.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
+        model.compile("sgd", lambda y, prediction: keras.ops.abs(y - prediction))
+    tfdist.fit(model, x, x, batch_size=6, verbose=0, distribution=distribution)
+    with pytest.raises(
+        tfdist.UserError, match=r"returns \[3\] values per example, and there is one weight for each: av"
+    ):
+        tfdist.fit(model, x, x, batch_size=6, sample_weight=np.ones(12), verbose=0, distribution=distribution)
+
+
+def test_a_weight_of_a_loss_is_as_precise_as_the_loss():
+    assert loss_lib.LossTerm("a", 0.3, tf.zeros([])).weighted(tf.constant(7.0, tf.float64)).numpy() == 0.3 * 7.0

@@ -39,6 +39,12 @@ class LossTerm(NamedTuple):
     numerator: tf.Tensor  # a scalar
     denominator: tf.Tensor | None = None  # a scalar; None where known beforehand, and divided by already
 
+    def weighted(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns a value, or a gradient, times the weight."""
+        # Not by `tf.cast`, which takes a Python number to float64 by way of float32.
+        weight = self.weight if tf.is_tensor(self.weight) else tf.constant(self.weight, value.dtype)
+        return value * tf.cast(weight, value.dtype)
+
 
 class Kind(enum.Enum):
     """How a loss depends on the examples of a batch."""
@@ -174,6 +180,7 @@ class Objective:
         scaled = values
         if weight is not None:
             weight = tf.cast(weight, values.dtype)
+            _check_weights(loss, values, weight)
             scaled, weight = _same_rank(scaled, weight)
             scaled = scaled * weight
         if mask is not None:
@@ -209,7 +216,7 @@ class Objective:
 
 def objectives(terms: list[LossTerm]) -> list[tf.Tensor]:
     """Returns the scalars to differentiate: one for all known denominators, one per own denominator."""
-    known = [t.numerator * tf.cast(t.weight, t.numerator.dtype) for t in terms if t.denominator is None]
+    known = [t.weighted(t.numerator) for t in terms if t.denominator is None]
     own = [t.numerator for t in terms if t.denominator is not None]
     if not known:
         return own
@@ -283,16 +290,25 @@ def divisor(count: tf.Tensor | int, dtype: tf.DType) -> tf.Tensor:
 
 def _same_rank(values: tf.Tensor, weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Follows Keras' squeeze_or_expand_to_same_rank: ranks that differ by one meet at a last axis of 1."""
-    if values.shape.rank == weight.shape.rank + 1 and weight.shape.rank == 1:
-        if values.shape[-1] == 1:
+    if weight.shape.rank == 1 and values.shape.rank > 1:
+        if values.shape[1:] == [1]:
             return tf.squeeze(values, -1), weight
         # Keras broadcasts [n, t] * [n] from the right, which only means something for n = 1.
-        return values, weight[:, None]
+        return values, tf.reshape(weight, [-1, *[1] * (values.shape.rank - 1)])
     if values.shape.rank == weight.shape.rank + 1:
         return values, tf.expand_dims(weight, -1)
     if weight.shape.rank == values.shape.rank + 1 and weight.shape[-1] == 1:
         return values, tf.squeeze(weight, -1)
     return values, weight
+
+
+def _check_weights(loss: keras.Loss, values: tf.Tensor, weight: tf.Tensor) -> None:
+    """Refuses weights that one device, where Keras itself weighs a user's loss, would lay along the last axis."""
+    if weight.shape.rank == 1 and values.shape.rank > 1 and values.shape[1:] != [1] and not _is_keras_loss(loss):
+        raise UserError(
+            f"loss {loss.name!r} returns {list(values.shape[1:])} values per example, and there is one weight for each",
+            "average them in the loss, or give a weight for each value",
+        )
 
 
 def _call_arguments(matched: MatchedLoss) -> tuple[Structure, Structure]:

@@ -88,7 +88,7 @@ class StepSums:
 
     def gradients(self) -> list[tf.Tensor | None]:
         """Returns the gradient of the global batch's loss, one tensor or None per trainable variable."""
-        factors = [f * tf.cast(term.weight, f.dtype) for term, _, f in self._values() if f is not None]
+        factors = [term.weighted(f) for term, _, f in self._values() if f is not None]
         if len(self.present) > len(factors):
             factors = [None, *factors]
         remaining = iter(self.grads)
@@ -111,9 +111,9 @@ class StepSums:
     def losses(self, penalties: list[tf.Tensor]) -> tf.Tensor:
         """Returns the total loss of the global batch, then the single losses if there are several, [1 + outputs]."""
         if len(self.terms) == 1 and self.terms[0].denominator is None and not penalties:
-            return self.scalars * tf.cast(self.terms[0].weight, self.scalars.dtype)
+            return self.terms[0].weighted(self.scalars)
         values = self._values()
-        weighted = [value * tf.cast(term.weight, value.dtype) for term, value, _ in values]
+        weighted = [term.weighted(value) for term, value, _ in values]
         weighted += [tf.cast(p, self.scalars.dtype) for p in penalties]
         single = [value for term, value, _ in values if term.name]
         total = sum_in_order(weighted) if weighted else tf.zeros([], self.scalars.dtype)

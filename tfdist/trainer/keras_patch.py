@@ -83,6 +83,7 @@ class KerasPatch:
             folder = self._undo.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             elsewhere = {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "_MLFLOW_SERVER_ARTIFACT_ROOT": folder}
             for name, value in (elsewhere | {"WANDB_MODE": "disabled"}).items():
+                self._undo.callback(os.environ.update, {name: os.environ[name]} if name in os.environ else {})
                 self._undo.callback(os.environ.pop, name, None)
                 os.environ[name] = value
         trainer = next(c for c in keras.Model.__mro__ if "fit" in vars(c))
