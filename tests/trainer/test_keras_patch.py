@@ -46,11 +46,14 @@ def script():
     options = dict(epochs=2, shuffle=False, verbose=0, batch_size=20, sample_weight=weights, callbacks=[scores])
     history = model.fit(X, Y, validation_data=(X[:11], Y[:11]), **options)
     rate = float(model.optimizer.learning_rate)
+    outputs = model(X[:7])
+    losses = [float(loss(Y[:7], outputs)), float(model.compute_loss(X[:7], Y[:7], outputs))]
     last = model.fit(X, Y, shuffle=False, verbose=0)
     return [
         *(history.history[name] for name in sorted(history.history)),
         last.history["loss"],
         scores.seen,
+        losses,
         model.evaluate(X, Y, verbose=0),
         [model.evaluate(X, Y, verbose=0, return_dict=True)["loss"], rate],
         model.predict(X, verbose=0),

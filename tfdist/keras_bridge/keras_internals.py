@@ -283,15 +283,22 @@ def matched_losses(
     return matched
 
 
-def unscaled_losses() -> AbstractContextManager[None]:
+def unscaled_losses(in_replicas: bool = True) -> AbstractContextManager[None]:
     """Lets the Keras losses that users call in a loss function or beside `add_loss` return their own value.
 
     Keras divides it by the strategy's number of replicas, since its `fit` adds the replicas' gradients up. tfdist
     weighs each replica by its rows, and the loss would be divided twice. Nothing public turns the division off.
+
+    Args:
+      in_replicas: in replica context, too; a loop of the user's own over `strategy.run` needs the division there.
     """
-    as_it_is = lambda theirs: lambda value: value
+
+    def as_it_is(theirs: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
+        return lambda value: value if in_replicas or tf.distribute.in_cross_replica_context() else theirs(value)
+
     names = "scale_loss_for_distribution", "unscale_loss_for_distribution"
-    return patched(*((losses_of_keras, name, as_it_is) for name in names))
+    # The lock is not for what lasts: threads that trace replicas wait for it.
+    return patched(*((losses_of_keras, name, as_it_is) for name in names), alone=in_replicas)
 
 
 def compiled_with(model: keras.Model) -> list[object]:

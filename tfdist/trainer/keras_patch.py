@@ -90,6 +90,7 @@ class KerasPatch:
         for name, ours in _METHODS.items():
             self._replace(trainer, name, self._method(getattr(trainer, name), ours))
         self._undo.enter_context(keras_internals.variables_as_numbers())
+        self._undo.enter_context(keras_internals.unscaled_losses(in_replicas=False))  # of calls in the script itself
         if self.distribution.workers > 1:
             # A library that asks, as KerasTuner does, must not write into a folder that it removes at once.
             self._replace(type(self.distribution.strategy.extended), "should_checkpoint", True)
