@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import shutil
 import socket
 
@@ -131,6 +132,13 @@ def test_a_set_of_fixed_size_in_memory_or_by_number(tmp_path):
     (other,) = [registry.load(experiment(plain, name="digits", train_split="train[:100]", eval_split="test[:10]"))]
     np.testing.assert_array_equal(np.sort(other.train.columns[1]), np.sort(whole["auto"][:, -1]))
     assert list(plain.rglob("*.tfrecord*"))
+
+
+def test_a_model_begins_the_same_whether_its_data_was_prepared_or_is(tmp_path):
+    random.seed(1)
+    drawn = random.getstate()
+    registry.load(experiment(tmp_path, name="digits", eval_split="test"))
+    assert random.getstate() == drawn, "Keras draws the seeds of layers from it"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import pathlib
+import random
 import re
 import socket
 import sys
@@ -148,6 +149,7 @@ def _prepare(builder: tfds.core.DatasetBuilder, name: str, by_number: bool) -> N
         )
     print(f"tfdist: preparing the data set {name} in {shown(builder.data_dir)}", flush=True)
     kind = {"file_format": BY_NUMBER} if by_number else {}
+    drawn = random.getstate()  # TFDS names a folder by it, and the seeds of Keras' layers come from it
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             builder.download_and_prepare(**kind)
@@ -159,6 +161,8 @@ def _prepare(builder: tfds.core.DatasetBuilder, name: str, by_number: bool) -> N
         raise UserError(
             f"data set {name!r} cannot be prepared in {builder.data_dir}: {one_line(error, 300)}: {elsewhere}"
         ) from error
+    finally:
+        random.setstate(drawn)
 
 
 def _unreachable(builder: tfds.core.DatasetBuilder) -> str:
