@@ -360,6 +360,80 @@ def test_a_worker_with_other_arrays_is_named(theirs, what, connect):
         sources.layout_of(sources.as_source((X, Y)), 4, distribution, 1)
 
 
+def changed(array, place, value):
+    array = array.copy()
+    array[place] = value
+    return array
+
+
+WIDE, LONG = np.random.default_rng(0).normal(size=(2, 4000, 300)).astype("float32")
+COLUMNS = {  # what one worker may have otherwise, in one row: the column, the value there, and what shows it
+    "images": ((WIDE * 50 + 128).clip(0, 255).astype("uint8"), 7, "a sum over all inputs"),
+    "wide": (WIDE, 1.5, "a sum over all inputs"),
+    "long": (LONG.reshape(-1), 0.5, "a sum over all inputs"),
+    "small beside large": (WIDE[:, :2] * np.float32([1e6, 1]), (0, 1.5), "a sum over all inputs"),
+    "missing": (np.where(WIDE > 2, np.nan, WIDE)[:, :4], (0, np.nan, 0, 0), "checksum of all inputs"),
+    "infinite": (np.where(WIDE > 2, np.inf, WIDE)[:, 0], -np.inf, "checksum of all inputs"),
+    "tokens": ((WIDE * 1000).astype("int32"), 5, "checksum of all inputs"),
+    "texts": (np.array([b"a", "b"] * 2000, object), "c", "checksum of all inputs"),
+    "letters": (np.array(["a", "b"] * 2000), "c", "checksum of all inputs"),
+    "all zero": (0 * WIDE, 1e-9, "a sum over all inputs"),
+}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_a_row_that_only_one_worker_has_otherwise_is_noticed(kind, connect):
+    """Some numbers of the arrays were compared, and a row between them trained other weights without a word."""
+    column, value, what = COLUMNS[kind]
+    row = 1340  # which the sample of `facts` does not see
+    at = (row, 7) if kind == "wide" else row
+    x, y, weight = column, np.resize(LONG, len(column)), np.resize(LONG, [len(column), 2])
+    mine = sources.Arrays((x, y, weight))
+    cases = [((changed(x, at, value), y, weight), what)]
+    if kind == "wide":
+        cases += [
+            ((x, changed(y, row, 1), weight), "a sum over all targets"),
+            ((x, y, changed(weight, row, 1)), "a sum over all weights"),
+            ((np.concatenate([x[:5], x[6:7], x[5:6], x[7:]]), y, weight), what),
+        ]
+    for theirs, name in cases:
+        source = sources.Arrays(theirs)
+        second = source.facts() | source.contents() | {"batch": 4}
+        with refused(rf"^worker 1 \(there\) has other data than worker 0 \({name}: .* and not .*\): give all"):
+            sources.layout_of(mine, 4, dataclasses.replace(connect(2), peers=Others(second)), 1)
+
+
+def test_a_label_that_only_one_worker_has_otherwise_is_noticed():
+    """Of more than 65,536 only some were compared. An image that is augmented counts, too, though it is in memory."""
+    y = np.arange(300_000) % 10
+    records = lambda labels: dataclasses.replace(SHARED["records"](), labels=labels)
+    theirs = records(changed(y, 150_001, 3))
+    assert theirs.facts() == records(y).facts()
+    with refused("checksum of all labels: .* and not"):
+        Others(theirs.contents()).check_same(records(y).contents(), "it")
+    images = COLUMNS["images"][0]
+    mine, theirs = (sources.Arrays((x, np.zeros(4000, int))) for x in (images, changed(images, 1340, 7)))
+    with refused("a sum over all inputs: .* and not"):
+        Others(theirs.by_number("").contents()).check_same(mine.by_number("").contents(), "it")
+
+
+def test_contents_are_the_same_to_rounding():
+    """Also of a column that is constant, so that only rounding is left of its deviation from the mean."""
+    r = np.random.default_rng(0)
+    scaled = np.stack([r.normal(size=9000), 1e-7 * r.normal(size=9000), np.full(9000, np.nan)], 1)
+    images = r.integers(0, 255, (9000, 8, 8), "uint8")
+    mine = sources.Arrays(({"scaled": scaled, "images": images, "none": np.zeros([9000, 0])}, scaled[:, 0])).contents()
+    for rounding in (1e-7, -1e-6):
+        theirs = scaled * (1 + rounding * r.normal(size=scaled.shape))
+        theirs[:, 1] = 1e-7 * r.normal(size=9000)
+        rounded = {
+            "scaled": theirs,
+            "images": images + (r.uniform(size=images.shape) < 1e-5),
+            "none": np.zeros([9000, 0]),
+        }
+        Others(sources.Arrays((rounded, theirs[:, 0])).contents()).check_same(mine, "it")
+
+
 @pytest.mark.parametrize("seed", [-1, 2**31, None, 0.5])
 def test_seeds_that_are_none(seed):
     with refused(f"^seed must be a whole number between 0 and 2147483647, got {seed}"):

@@ -54,12 +54,6 @@ def test_the_limits_of_a_container(tmp_path):
     assert machine.groups(tmp_path, tmp_path / "none") == []
 
 
-def test_few_open_files():
-    one(machine.open_files(512), "warn", "only 512 open files", "ulimit -n 65536")
-    one(machine.open_files(1024), "ok", "1,024 open files")
-    one(machine.open_files(-1), "ok", "any number of open files")
-
-
 @pytest.fixture
 def mounted(tmp_path):
     """Mounts a small file system."""

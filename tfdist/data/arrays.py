@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import math
 import mmap
+import zlib
 from collections.abc import Iterator
 
 import keras
@@ -22,7 +23,10 @@ ALIGNMENT = 64  # bytes, EIGEN_MAX_ALIGN_BYTES with AVX-512: a kernel ends the p
 _LARGEST_ITEM = 8  # bytes of a number that TensorFlow knows, of those that are not complex
 _SMALL = 1 << 20  # arrays of fewer bytes are copied as TensorFlow does it
 _DECODED = 256  # examples that are decoded together on their way into memory
-_COMPARED = 256  # numbers of inputs, targets and weights each that workers compare, to rounding
+_COMPARED = 256  # numbers, and sums of all, of inputs, targets and weights each that workers compare, to rounding
+_PIECE = 1 << 18  # numbers that are summed up together
+_SHADES = 1e6  # unit of the sums of images of whole numbers: ten shades are rounding
+_LEAST = 0.1  # least unit of the other sums, per number: what is smaller may be the rounding of larger ones
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +63,17 @@ class Arrays(Source):
             facts[name] = [number for column in columns[:_COMPARED] for number in _some_numbers(column, each)]
         return facts
 
+    def contents(self) -> dict[str, object]:
+        contents: dict[str, object] = {}
+        for name, part in zip(("inputs", "targets", "weights"), unpack(self.columns)):
+            columns = [np.asarray(column) for column in keras.tree.flatten(part) if column is not None]
+            # Resized images are rounded to whole numbers, a few of them to other ones on other machines.
+            rounded = [c.dtype.kind == "f" or (name == "inputs" and c.dtype == np.uint8) for c in columns]
+            digests = [_digest(c, max(1, _COMPARED // len(columns)), r) for c, r in zip(columns, rounded)]
+            contents[f"checksum of all {name}"] = [checksum for checksum, _ in digests]
+            contents[f"a sum over all {name}"] = [1.0, *(number for _, sums in digests for number in sums)]
+        return contents
+
     def requested_batch(self, batch: int | None, default: int | None = None, steps: int | None = None) -> int | None:
         batch = default if batch is None else batch
         return -(-self.size // steps) if batch is None and steps else batch
@@ -94,7 +109,8 @@ class Arrays(Source):
         read = lambda rows: keras.tree.map_structure(lambda t: tf.gather(t, rows), table)
         y = self.targets
         classes = isinstance(y, np.ndarray) and np.issubdtype(y.dtype, np.integer) and y[0].size == 1
-        return Records(self.size, read, lambda stored, seed: stored, labels=y.reshape(-1) if classes else None)
+        labels = y.reshape(-1) if classes else None
+        return Records(self.size, read, lambda stored, seed: stored, labels=labels, stored=self.contents)
 
     def split(self, fraction: float) -> tuple[Arrays, Arrays]:
         first = math.floor(self.size * (1.0 - fraction)) if 0 < fraction < 1 else 0
@@ -113,6 +129,36 @@ def _some_numbers(column: np.ndarray, count: int) -> list[float | str]:
     places = np.unique(np.linspace(0, len(column) * width - 1, count).astype(np.int64)) if width else ()
     values = [np.asarray(column[place // width]).reshape(-1)[place % width] for place in places]
     return [float(v) if np.issubdtype(np.asarray(v).dtype, np.number) else str(v)[:40] for v in values]
+
+
+def _digest(column: np.ndarray, count: int, rounded: bool) -> tuple[int, list[float]]:
+    """Returns a checksum of a whole column; if it is `rounded`, at most `count` sums instead, which rounding leaves.
+
+    A sum is over the numbers of one feature or a few, with weights of random signs, in units of their norm: so it shows
+    a row among many, and small numbers beside large ones. NaN and infinity count in the checksum.
+    """
+    width = max(1, math.prod(column.shape[1:]))
+    count = count // width * width or count
+    checksum, sums, squares = 0, np.zeros(count), np.zeros(count)
+    generator, rows = np.random.Generator(np.random.Philox(0)), max(1, _PIECE // width)
+    for piece in (column[start : start + rows] for start in range(0, len(column), rows)):
+        if not rounded:
+            content = repr(piece.tolist()).encode() if piece.dtype == object else piece.tobytes()
+            checksum = zlib.crc32(content, checksum)
+            continue
+        table = np.zeros([-(-piece.size // count), count])
+        table.reshape(-1)[: piece.size] = piece.reshape(-1)
+        odd = ~np.isfinite(table)
+        if odd.any():
+            checksum = zlib.crc32(odd * (2 + (table > 0) - (table < 0)), checksum)
+            table[odd] = 0
+        weights = generator.uniform(-1, 1, len(table))
+        sums += np.einsum("i,ij->j", weights + np.sign(weights), table)
+        squares += np.einsum("ij,ij->j", table, table)
+    norms = np.sqrt(squares)
+    least = _LEAST * min(math.sqrt(column.size / count), norms.max()) or 1.0
+    units = _SHADES if column.dtype == np.uint8 else np.maximum(norms, least)
+    return checksum, (sums / units).tolist() if rounded else []
 
 
 def in_memory(source: Records) -> Arrays:

@@ -197,6 +197,10 @@ class Source(abc.ABC):
         Lists of numbers may differ by rounding: machines prepare arrays with other instructions.
         """
 
+    def contents(self) -> dict[str, object]:
+        """Returns more such facts, of all that is in memory, which takes a pass over it; no checkpoint holds them."""
+        return {}
+
     # How it is divided into global batches.
 
     @property

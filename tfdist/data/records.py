@@ -41,6 +41,7 @@ class Records(Source):
         of an example is the next one of the global batch, and of the last one the first.
       name: what to call an example in a message, by its row.
       labels: int [size], the class of each example, where that is known without reading them.
+      stored: returns `contents` of what is read, as far as known.
     """
 
     size: int
@@ -49,6 +50,7 @@ class Records(Source):
     mix: Callable[[tuple, tuple, tf.Tensor], tuple] | None = None
     name: Callable[[int], str] = "example {}".format
     labels: np.ndarray | None = None
+    stored: Callable[[], dict[str, object]] = dict
 
     def __post_init__(self):
         if self.size < 1:
@@ -74,6 +76,10 @@ class Records(Source):
         if self.labels is not None:
             facts["checksum of labels"] = checksum_of_labels(self.labels)
         return facts
+
+    def contents(self) -> dict[str, object]:
+        labels = b"" if self.labels is None else self.labels.astype("<i8").tobytes()
+        return self.stored() | ({"checksum of all labels": zlib.crc32(labels)} if labels else {})
 
     def feed(self, layout: Layout, shuffle: int | None, seed: int, across: bool) -> Feed:
         return RecordFeed(self, layout, shuffle, seed)
@@ -295,8 +301,5 @@ def reason(error: Exception) -> str:
 
 
 def checksum_of_labels(*columns: np.ndarray) -> int:
-    checksum = 0
-    for column in columns:
-        some = column[:: max(1, len(column) // _COMPARED)]
-        checksum = zlib.crc32(some.astype("<i8").tobytes(), checksum)
-    return checksum
+    some = (column[:: max(1, len(column) // _COMPARED)] for column in columns)
+    return zlib.crc32(b"".join(part.astype("<i8").tobytes() for part in some))

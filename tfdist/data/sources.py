@@ -91,7 +91,7 @@ def layout_of(
     layout = layout.for_worker(distribution.replicas, distribution.first, len(distribution.devices))
     if source.reader.alone:
         raise UserError(source.reader.alone)
-    distribution.peers.check_same({**source.facts(), "batch": batch}, "the data")
+    distribution.peers.check_same({**source.facts(), "batch": batch, **source.contents()}, "the data")
     return dataclasses.replace(layout, ends_anywhere=source.ends_anywhere)
 
 

@@ -13,7 +13,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import resource
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -87,7 +86,6 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
         Check("cores", lambda: machine.cores(here)),
         Check("memory", lambda: machine.memory(here)),
         Check("shared memory", machine.shared_memory),
-        Check("open files", lambda: machine.open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])),
         Check("disk", lambda: machine.room(folder, newest, keep), "mount that disk anew"),
         Check("data set", lambda: dataset.check(data, environ)),
     ]

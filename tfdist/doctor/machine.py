@@ -1,4 +1,4 @@
-"""The machine without its GPUs: cores, memory, shared memory, open files, disk. No TensorFlow."""
+"""The machine without its GPUs: cores, memory, shared memory, disk. No TensorFlow."""
 
 import contextlib
 import dataclasses
@@ -19,13 +19,9 @@ _GIB = 1 << 30
 SHM = pathlib.Path("/dev/shm")
 CGROUP = pathlib.Path("/sys/fs/cgroup")
 LEAST_MEMORY = _GIB
-LEAST_SHM = 512 << 20
-"""NCCL takes some 10 MB for each pair of GPUs there; Docker gives a container 64 MB in all."""
-_MB = 1_000_000
-LEAST_DISK = 100 * _MB
-"""Below this a run may not even get its model and one checkpoint written."""
-ENOUGH_FILES = 1024
-ENOUGH_DISK = 2_000 * _MB
+LEAST_SHM = 512 << 20  # NCCL takes some 10 MB for each pair of GPUs there; Docker gives a container 64 MB in all
+LEAST_DISK = 100_000_000  # below this a run may not even get its model and one checkpoint written
+ENOUGH_DISK = 2_000_000_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,14 +97,6 @@ def shared_memory(folder: pathlib.Path = SHM, least: float = LEAST_SHM) -> list[
     if usage.free < least:
         return [warn(f"{room}; NCCL between several GPUs needs more", fix)]
     return [ok(room)]
-
-
-def open_files(limit: int) -> list[Finding]:
-    """Checks the limit of file descriptors, -1 for none: shards, workers and TensorFlow itself need some."""
-    if 0 <= limit < ENOUGH_FILES:
-        fix = "ulimit -n 65536, LimitNOFILE of a service, or docker run --ulimit nofile=65536"
-        return [warn(f"only {limit:,} open files; data sets of many files and many workers need more", fix)]
-    return [ok(f"{limit:,} open files" if limit >= 0 else "any number of open files")]
 
 
 def nearest(folder: pathlib.Path) -> pathlib.Path:
