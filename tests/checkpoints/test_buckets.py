@@ -311,6 +311,15 @@ def test_a_checkpoint_counts_when_its_manifest_is_there(place, faulty):
     assert {n.partition("/")[0] for n in Bucket(place).listing()} == {"2.1", "latest"}
 
 
+def test_a_newer_checkpoint_without_its_manifest_is_named(place, said):
+    """The one before it was taken without a word."""
+    save(place, 1, 2, 3, 12)
+    Bucket(place).delete(["1/manifest.json", "12/manifest.json"])
+    folder, _ = look(place)
+    assert [path.name for path in files_lib.newest_first(folder)] == ["3", "2"]
+    assert said == [f"WARNING: checkpoint {place}/12 is not used: manifest.json, which is uploaded last, is missing"]
+
+
 def test_damage_in_the_bucket_is_found_and_damage_on_the_way_is_not_kept(place, faulty):
     save(place, 1, 2)
     flip(Bucket(place), "1/tensors.data")

@@ -60,7 +60,13 @@ class BucketStorage(Disk):
             return
         self._begun = True
         with self._user_errors():
-            names = {name.partition("/")[0] for name in self._bucket.listing() if name.endswith(f"/{files.MANIFEST}")}
+            listed = self._bucket.listing()
+            names = {name.partition("/")[0] for name in listed if name.endswith(f"/{files.MANIFEST}")}
+            used = max((files.update_of(self._folder / name) for name in filter(files.is_name, names)), default=-1)
+            for name in sorted({name.partition("/")[0] for name in listed} - names):
+                if files.is_name(name) and files.update_of(self._folder / name) > used:
+                    why = f"{files.MANIFEST}, which is uploaded last, is missing"
+                    logger.info(f"WARNING: checkpoint {self.shown(self._folder / name)} is not used: {why}")
             for path in files.newest_first(self._folder):
                 if path.name not in names:
                     shutil.rmtree(path, ignore_errors=True)
