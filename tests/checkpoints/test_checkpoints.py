@@ -322,6 +322,37 @@ def test_epochs_of_unknown_length_cannot_be_counted(connect, tmp_path):
         train(connect(1), of_unknown_length, checkpoints=kept(tmp_path, every="1 epoch"))
 
 
+class Notes(keras.callbacks.Callback):
+    """Puts values into the logs that are no numbers, which Keras' History keeps."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["note"] = self.value(epoch)
+
+
+def noted(distribution, value, **options):
+    made = model(distribution)
+    options |= {"batch_size": BATCH, "epochs": 3, "verbose": 0, "callbacks": [Notes(value)], "check_agreement": "off"}
+    return tfdist.fit(made, training_cases.images(EXAMPLES), distribution=distribution, **options).history
+
+
+def test_what_a_callback_puts_into_the_logs_is_in_the_history_after_a_resume(connect, tmp_path):
+    """Text made a checkpoint fail with: could not convert string to float."""
+    value = lambda epoch: ["a text", None, {"of": ["several", 2.5]}][epoch]
+    assert noted(connect(1), value)["note"] == list(map(value, range(3)))
+    with pytest.raises(Interrupted):
+        noted(connect(1), value, should_stop=training_cases.StopAt(12), checkpoints=kept(tmp_path, every="1 steps"))
+    assert noted(connect(1), value, checkpoints=kept(tmp_path))["note"] == list(map(value, range(3)))
+    checkpoints = kept(tmp_path / "other", every="1 epoch")
+    with pytest.raises(
+        UserError, match=r"^a callback has put 'note' into the logs, a set, which no checkpoint can hold"
+    ):
+        noted(connect(1), lambda epoch: {epoch}, checkpoints=checkpoints)
+
+
 # -- a loss that is not finite ----------------------------------------------
 
 

@@ -30,8 +30,10 @@ def array(value: object) -> bool:
         return False
 
 
-# A metric: a number, or an array as nested lists.
-_measure: Check = lambda v: number(v) or (mapping(v) and v.keys() == {"array"} and array(v["array"]))
+# A metric: a number, or an array as nested lists. Callbacks may add other values to the logs.
+_measure: Check = lambda v: (
+    number(v) or (mapping(v) and (v.keys() == {"json"} or (v.keys() == {"array"} and array(v["array"]))))
+)
 
 
 def invalid_field(content: object, shape: Shape) -> str:

@@ -1,6 +1,8 @@
 """The state of a training that a checkpoint holds beside its tensors (`state.json`): capture and restore."""
 
+import contextlib
 import dataclasses
+import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -69,7 +71,7 @@ def state_of(
     `best` are the `value` of the metric of `checkpoint.best` in the best epoch, and the `update` at its end.
     """
     return {
-        "position": dataclasses.asdict(position) | {"logs": {k: _plain(v) for k, v in position.logs.items()}},
+        "position": dataclasses.asdict(position) | {"logs": {k: _plain(k, v) for k, v in position.logs.items()}},
         "run": run.identity(),
         "replicas": run.distribution.replicas,
         "arithmetic": arithmetic.facts(run.distribution) if run.virtual_replicas else {},
@@ -79,7 +81,7 @@ def state_of(
         "data_sha256": data_sha256,
         "facts": dict(facts),
         "callbacks": capture_callbacks(run.callbacks),
-        "history": {k: [_plain(v) for v in values] for k, values in run.model.history.history.items()},
+        "history": {k: [_plain(k, v) for v in values] for k, values in run.model.history.history.items()},
         "epochs": list(run.model.history.epoch),
         "best": dict(best),
     }
@@ -107,12 +109,9 @@ def restore(
     training_state.restore(model, run.distribution, run.callbacks, checkpoint.tensors if checkpoint else {})
     if run.virtual_replicas or state["replicas"] != run.distribution.replicas:
         training_state.separate_streams(model, run.distribution, apart=not run.virtual_replicas)
-    odd = (
-        arithmetic.differences(arithmetic.facts(run.distribution), state.get("arithmetic", {}))
-        if run.virtual_replicas
-        else []
-    )
-    if odd and state.get("arithmetic") and run.distribution.is_chief:
+    before = state.get("arithmetic", {}) if run.virtual_replicas else {}
+    odd = arithmetic.differences(arithmetic.facts(run.distribution), before) if before else []
+    if odd and run.distribution.is_chief:
         logger.info(f"WARNING: results may not be bit-identical from here on: {'; '.join(odd)}")
     restore_callbacks(run.callbacks, state["callbacks"])
     model.history.history = {name: [_value(v) for v in values] for name, values in state["history"].items()}
@@ -142,17 +141,12 @@ def capture_callbacks(callbacks: keras.callbacks.CallbackList) -> dict[str, Stat
         own = callback.get_state() if _keeps_state(callback) else None
         known = {field: plain(getattr(callback, field, None)) for field in _known(callback)}
         if isinstance(callback, keras.callbacks.CSVLogger):
-            known[_ROWS] = _rows(callback)
+            known[_ROWS] = ""
+            with contextlib.suppress(OSError):
+                known[_ROWS] = pathlib.Path(callback.filename).read_text()
         if own is not None or known:
             states[name] = known if own is None else own
     return states
-
-
-def _rows(logger: keras.callbacks.CSVLogger) -> str:
-    try:
-        return pathlib.Path(logger.filename).read_text()
-    except OSError:
-        return ""
 
 
 def _put_back(logger: keras.callbacks.CSVLogger, rows: str) -> None:
@@ -206,11 +200,20 @@ def _assign(variable: keras.Variable, value: float) -> None:
         copy.assign(tf.cast(value, copy.dtype))
 
 
-def _plain(value: Structure) -> object:
-    """Returns a metric as JSON can hold it; metrics by class are arrays."""
-    return {"array": np.asarray(value).tolist()} if np.ndim(value) else float(value)
+def _plain(name: str, value: Structure) -> object:
+    """Returns a metric (by class an array), or what else a callback has put into the logs, as JSON can hold it."""
+    with contextlib.suppress(TypeError, ValueError):  # it is no number and no array of them
+        if np.asarray(value).dtype.kind in "biufV":  # V is bfloat16
+            return {"array": np.asarray(value).tolist()} if np.ndim(value) else float(value)
+    try:
+        return {"json": json.loads(json.dumps(value))}
+    except (TypeError, ValueError):
+        what = f"a callback has put {name!r} into the logs, a {type(value).__name__}, which no checkpoint can hold"
+        raise UserError(what, "make it a number, an array or text, or an attribute of the callback") from None
 
 
-def _value(stored: float | dict) -> float | np.ndarray:
-    """Returns a metric from what `_plain` returned."""
-    return np.asarray(stored["array"]) if isinstance(stored, dict) else stored
+def _value(stored: float | dict) -> Any:
+    """Returns what `_plain` got."""
+    if isinstance(stored, dict):
+        return np.asarray(stored["array"]) if "array" in stored else stored["json"]
+    return stored
