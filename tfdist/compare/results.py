@@ -13,18 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfdist.verification.weight_distance import Difference
 
-PARTS = ("input", "compute", "all_reduce", "python")
-"""Parts of the time in `result.json`."""
+PARTS = ("input", "compute", "all_reduce", "python")  # parts of the time in `result.json`
 SIMPLEST = ("default", "mirrored", "multi_worker", "horovod", "tpu")
 """What needs least first: a process, several, another library."""
-CLOSE = 0.05
-"""A strategy that is faster by no more than this is not worth being less simple."""
+CLOSE = 0.05  # A strategy that is faster by no more than this is not worth being less simple
 EVALUATION = 10.0
 """How much further than the weights the loss of the evaluation may be apart, as in the tests of the promise."""
-BUSY = 0.25
-"""Cores that other programs may take before it is said."""
-SHORT_S = 1.0
-"""A speed that rests on less is rough."""
+BUSY = 0.25  # cores that other programs may take before it is said
+SHORT_S = 1.0  # A speed that rests on less is rough
 JUDGED = ("reference", "identical", "same", "rounding")
 """Results of a look at the weights after which a strategy is known to train the same model."""
 

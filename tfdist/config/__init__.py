@@ -30,8 +30,7 @@ APPLICATIONS = (
     "VGG16", "VGG19", "Xception",
 )  # fmt: skip
 """Functions of keras.applications, listed here so that a misspelt name needs no Keras."""
-FILE = ".keras"
-"""Suffix of model files."""
+FILE = ".keras"  # suffix of model files
 DATASETS = ("digits", "synthetic", "stdlib_text")
 OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",

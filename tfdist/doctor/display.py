@@ -18,8 +18,7 @@ from tfdist.doctor.tensorflow_probe import Answer
 from tfdist.doctor.workers import Place
 
 COLOURS = {OK: "green", WARN: "yellow", FAIL: "bold red"}
-_HANG = 6
-"""Columns before a finding; its further lines and the fix stand below it."""
+_HANG = 6  # columns before a finding; its further lines and the fix stand below it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -34,11 +34,9 @@ if TYPE_CHECKING:
 FILES = {"saved_model": "saved_model", "onnx": "model.onnx", "litert": "model.tflite"}
 TOLERANCES = {"saved_model": 1e-5, "onnx": 1e-4, "litert": 1e-4}
 """Largest difference that is put down to rounding, relative to the largest output if that is above 1."""
-HALF = 2e-2
-"""The same bound for models that compute in half precision, which round differently in another graph."""
+HALF = 2e-2  # the same bound for models that compute in half precision, which round differently in another graph
 _TIME_LIMIT_S = 600.0
-_Trials = dict[str, np.ndarray]
-"""Inputs and expected outputs, named as `verify` wants them."""
+_Trials = dict[str, np.ndarray]  # inputs and expected outputs, named as `verify` wants them
 
 
 def write(original: Original, name: str, path: pathlib.Path) -> dict[str, Any]:

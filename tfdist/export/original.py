@@ -22,8 +22,7 @@ from tfdist.models import build as models
 if TYPE_CHECKING:
     import tensorflow as tf
 
-COUNT = 8
-"""How many examples a comparison takes."""
+COUNT = 8  # how many examples a comparison takes
 
 
 def made_examples(model: keras.Model, spec: Spec) -> Structure:

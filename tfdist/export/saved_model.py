@@ -17,8 +17,7 @@ from tfdist.keras_bridge import keras_internals
 DEFAULT, ENCODED, TENSORS = "serving_default", "encoded", "tensors"
 """Signatures: what TensorFlow Serving calls if not told otherwise; one for JPEG or PNG bytes; one for the tensors that
 a table becomes."""
-_FINE = 1000
-"""Standard deviations from 0 up to which float32 tells values apart, to a ten-thousandth of one."""
+_FINE = 1000  # standard deviations from 0 up to which float32 tells values apart, to a ten-thousandth of one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

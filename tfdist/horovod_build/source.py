@@ -10,8 +10,7 @@ from tfdist.distributed import horovod_install
 from tfdist.errors import TrainingError, UserError
 
 ARCHIVE = f"horovod-{horovod_install.VERSION}.tar.gz"
-SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-"""Checksum of the archive that pip delivers."""
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"  # checksum of the archive that pip delivers
 
 
 _STREAM_HEADER = '#include "tensorflow/stream_executor/stream.h"\n#endif // TENSORFLOW_VERSION >= 2011000000\n'

@@ -15,10 +15,8 @@ from tfdist.distributed.horovod_install import VERSION
 from tfdist.errors import TrainingError, UserError
 from tfdist.horovod_build import source as source_lib
 
-LIMIT_S = 3600.0
-"""Seconds for one program, such as the compilation. On one slow core that takes minutes, not an hour."""
-TICK_S = 20.0
-"""How often somebody who watches hears how far a program is."""
+LIMIT_S = 3600.0  # seconds for one program, such as the compilation. On one slow core that takes minutes, not an hour
+TICK_S = 20.0  # how often somebody who watches hears how far a program is
 
 
 class Workspace:

@@ -13,11 +13,9 @@ from tfdist.errors import UserError
 from tfdist.monitoring.report import line_chart, page, run_files
 from tfdist.monitoring.report.html import Html, join, table, tag
 
-CURVES = 6
-"""Runs whose curves are drawn at most; a page has so many colours."""
+CURVES = 6  # runs whose curves are drawn at most; a page has so many colours
 NONE = "-"
-USUAL = ("accuracy", "loss")
-"""Metrics by which runs are compared, the first that there is."""
+USUAL = ("accuracy", "loss")  # metrics by which runs are compared, the first that there is
 OF_LOSS = ("train.loss", "train.label_smoothing")
 """Fields with other values of which a loss is another quantity, which says nothing of which run is better."""
 

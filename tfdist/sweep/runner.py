@@ -31,8 +31,7 @@ from tfdist.sweep.results import SweepRow
 from tfdist.sweep.space import Values
 
 RECORD, TABLE, PAGE, JOURNAL = "sweep.json", "sweep.md", "sweep.html", "study.journal"
-_STARTUP = 10
-"""Trials that TPE samples at random, before it learns from them; Optuna's default."""
+_STARTUP = 10  # trials that TPE samples at random, before it learns from them; Optuna's default
 _BATCH = "config.train.batch_size"
 Place = tuple[Mapping[str, str], Sequence[int]]
 """Environment variables and cores of one run at a time; no cores: all of them."""

@@ -16,15 +16,12 @@ from tfdist.config import field_syntax, validation
 from tfdist.config.commands import command_line
 from tfdist.errors import UserError
 
-MOST = 1000
-"""Experiments in a grid."""
-_LONGEST = 120
-"""Characters in the name of a run's folder."""
+MOST = 1000  # experiments in a grid
+_LONGEST = 120  # characters in the name of a run's folder
 _FORM = "write it like optimizer.learning_rate=log:1e-4:1e-1; train.batch_size=32,64"
 _RANGE = re.compile(r"(log|uniform):([^:,]+):([^:,]+)")
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number"}
-Values = dict[str, Any]
-"""Of one experiment, by field such as `train.batch_size`."""
+Values = dict[str, Any]  # of one experiment, by field such as `train.batch_size`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,8 +33,7 @@ class Range:
     log: bool  # sampled uniformly in the logarithm
 
 
-Space = Mapping[str, Sequence[Any] | Range]
-"""Values, or a range, by field."""
+Space = Mapping[str, Sequence[Any] | Range]  # values, or a range, by field
 
 
 def title(values: Values) -> str:

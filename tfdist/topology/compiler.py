@@ -18,8 +18,7 @@ from tfdist.topology.known import Topology
 if TYPE_CHECKING:
     from tfdist.topology.program import Program
 
-LIMIT_S = 3600.0
-"""Seconds for one compilation; a deep network takes minutes on two slow cores."""
+LIMIT_S = 3600.0  # seconds for one compilation; a deep network takes minutes on two slow cores
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _BITS = {"pred": 8, "bf16": 16}
 

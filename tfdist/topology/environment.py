@@ -15,12 +15,9 @@ from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
 
 KINDS = ("tpu", "cuda")
-PLACE = "TFDIST_TOPOLOGY"
-"""The environment variable that names another folder than the one below the user's cache."""
-OLDEST = (3, 11)
-"""What the pinned compilers run on."""
-LIMIT_S = 3600.0
-"""Seconds for pip, and for waiting for another installation. Half a gigabyte comes over the network."""
+PLACE = "TFDIST_TOPOLOGY"  # the environment variable that names another folder than the one below the user's cache
+OLDEST = (3, 11)  # what the pinned compilers run on
+LIMIT_S = 3600.0  # seconds for pip, and for waiting for another installation. Half a gigabyte comes over the network
 
 
 def requirements(kind: str) -> pathlib.Path:

@@ -7,8 +7,7 @@ from tfdist.config import field_syntax
 from tfdist.errors import UserError
 
 GIB = 2**30
-MOST_GPUS = 8
-"""GPUs of one machine; `multi_worker` compiles the program of one of them, which this does not describe."""
+MOST_GPUS = 8  # GPUs of one machine; `multi_worker` compiles the program of one of them, which this does not describe
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
