@@ -92,6 +92,12 @@ def _own_folder(path: pathlib.Path) -> Iterator[run_folder.RunFolder]:
         folder.release()
 
 
+def _parse(argv: list[str]) -> list[str]:
+    if any(argument.lstrip("-").partition("=")[0] == "virtual_devices" for argument in argv):
+        raise UserError("tfdist.compare has no --virtual_devices: it splits the CPU itself", "give --replicas=2,4")
+    return command_line.parse(argv, own=_OWN)
+
+
 def _run(argv: list[str]) -> int:
     del argv
     values = flags.FLAGS
@@ -125,8 +131,7 @@ def main() -> None:
     flags.DEFINE_enum("jit", d.jit, runtime_options.JIT, "Compile with XLA, alike in all runs; auto: on GPUs.")
     flags.DEFINE_float("time_limit", 3600.0, "Seconds after which a run that is not over is ended.")
     flags.DEFINE_bool("dry_run", False, "Print the commands, and start nothing.")
-    parse = functools.partial(command_line.parse, own=_OWN)
-    command_line.main(_run, parse, "interrupted")
+    command_line.main(_run, _parse, "interrupted")
 
 
 if __name__ == "__main__":
