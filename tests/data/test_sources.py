@@ -16,6 +16,7 @@ from tfdist.data import loaded, sources
 from tfdist.data.arrays import ArrayFeed
 from tfdist.data.batch_layout import Layout, fetch
 from tfdist.data.batches import BatchFeed
+from tfdist.data.datasets import tables, tfrecords
 
 BATCH = 8
 
@@ -415,6 +416,35 @@ def test_a_label_that_only_one_worker_has_otherwise_is_noticed():
     mine, theirs = (sources.Arrays((x, np.zeros(4000, int))) for x in (images, changed(images, 1340, 7)))
     with refused("a sum over all inputs: .* and not"):
         Others(theirs.by_number("").contents()).check_same(mine.by_number("").contents(), "it")
+
+
+@pytest.mark.parametrize("kind", ["csv", "tfrecord"])
+def test_a_row_in_the_middle_of_a_file_that_only_one_worker_has_otherwise_is_noticed(kind, tmp_path):
+    """Each worker has a folder of its own."""
+    contents = []
+    for folder, value in (("mine", 0), ("theirs", 1)):
+        (tmp_path / folder).mkdir()
+        rows = [[i % 7, i % 3] for i in range(3000)]
+        rows[1501][0] += value
+        path = tmp_path / folder / f"data.{kind}"
+        if kind == "csv":
+            path.write_text("x,y\n" + "".join(f"{x},{y}\n" for x, y in rows))
+            source = tables.prepare(str(path), {"target": "y"}, ("train", "train")).train
+        else:
+            with tf.io.TFRecordWriter(str(path)) as writer:
+                for row in rows:
+                    x = tf.train.Feature(float_list=tf.train.FloatList(value=row[:1]))
+                    y = tf.train.Feature(int64_list=tf.train.Int64List(value=row[1:]))
+                    example = tf.train.Example(features=tf.train.Features(feature={"x": x, "y": y}))
+                    writer.write(example.SerializeToString())
+            splits = {"data.train_split": "train", "data.eval_split": "train"}
+            source = tfrecords.load(str(path), splits, {"x": "float32", "y": "int64", "classes": 3}).train
+        contents.append(source.contents())
+    with refused(
+        r"worker 1 \(there\) has other data than worker 0 \((a sum over all inputs|checksum of all records): "
+    ):
+        Others(contents[1]).check_same(contents[0], "it")
+    Others(contents[0]).check_same(contents[0], "it")
 
 
 def test_contents_are_the_same_to_rounding():

@@ -12,6 +12,7 @@ import mmap
 import os
 import re
 import struct
+import zlib
 from collections.abc import Callable, Sequence
 
 import google_crc32c
@@ -45,6 +46,7 @@ class TFRecordIndex:
     lengths: np.ndarray  # int64 [records], with the checksum
     numbers: np.ndarray  # int64 [records], the number of each in its file
     broken: tuple[str, ...]  # files that are cut off or damaged: where, and what; records before that place are good
+    digest: int  # of the checksums of all records
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """Reads the bytes of records: object [n]."""
@@ -82,7 +84,7 @@ def files(path: str) -> dict[str, list[str]]:
 def index(paths: Sequence[str], thorough: bool = False) -> TFRecordIndex:
     """Finds the records of all files; if `thorough`, reads them now, and leaves out those without their checksums."""
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        offsets, lengths, numbers, problems = zip(*pool.map(lambda path: _scan(path, thorough), paths))
+        offsets, lengths, numbers, problems, digests = zip(*pool.map(lambda path: _scan(path, thorough), paths))
     return TFRecordIndex(
         tuple(paths),
         np.repeat(np.arange(len(paths), dtype=np.int32), list(map(len, offsets))),
@@ -90,11 +92,12 @@ def index(paths: Sequence[str], thorough: bool = False) -> TFRecordIndex:
         np.concatenate(lengths) + _CHECK.size,
         np.concatenate(numbers),
         tuple(itertools.chain(*problems)),
+        zlib.crc32(repr(digests).encode()),
     )
 
 
-def _scan(path: str, thorough: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[str]]:
-    """Returns where the records of a file begin, their lengths and numbers, all int64 [n], and what is damaged."""
+def _scan(path: str, thorough: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[str], int]:
+    """Returns where the records of a file begin, lengths and numbers, all int64 [n], what is damaged, and a digest."""
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
@@ -102,7 +105,7 @@ def _scan(path: str, thorough: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if whole is None:
-        return *(np.zeros(0, np.int64),) * 3, [f"{path} is empty"]
+        return *(np.zeros(0, np.int64),) * 3, [f"{path} is empty"], 0
     problems: list[str] = []
     with whole:
         if whole[:2] == b"\x1f\x8b":
@@ -111,7 +114,7 @@ def _scan(path: str, thorough: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray
         offsets: list[int] = []
         lengths: list[int] = []
         damaged: list[int] = []
-        at = 0
+        at = digest = 0
         while at < size and not problems:
             check = at + _LENGTH.size
             start = check + _CHECK.size
@@ -127,6 +130,7 @@ def _scan(path: str, thorough: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray
                 problems.append(f"{path} is cut off behind {len(offsets):,} records")
                 continue
             at = end + _CHECK.size
+            digest = zlib.crc32(whole[end:at], digest)
             if thorough and not _is_whole(whole[start:end], whole[end:at]):
                 damaged.append(len(offsets))
             offsets.append(start)
@@ -135,7 +139,7 @@ def _scan(path: str, thorough: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray
         more = f" and {len(damaged) - 1:,} more of its records do" if len(damaged) > 1 else " does"
         problems.insert(0, f"record {damaged[0]} of {path}{more} not match the checksum (CRC-32C)")
     kept = np.delete(np.arange(len(offsets)), np.array(damaged, np.int64))
-    return np.array(offsets, np.int64)[kept], np.array(lengths, np.int64)[kept], kept, problems
+    return np.array(offsets, np.int64)[kept], np.array(lengths, np.int64)[kept], kept, problems, digest
 
 
 def _is_whole(record: bytes, check: bytes) -> bool:
@@ -197,9 +201,10 @@ def load(path: str, splits: dict[str, str], options: Options, skip: bool = False
         image = lambda: _pixels(tf.io.parse_single_example(first, {x.name: x.parser})[x.name], x, pictures)
         shape = tuple(examples.first_input(image, lambda: f"{x.name} of {where}").shape)
     decode = _decoder(features, classes, pictures, None if free else shape)
+    stored: dict[str, object] = {"checksum of all records": [index.digest for index in indexes.values()]}
     sources = [
-        Records(len(parts), parts.reader(TFRecordIndex.read), decode, name=parts.namer(TFRecordIndex.name))
-        for parts in map(Parts, (train, evaluation))
+        Records(len(p), p.reader(TFRecordIndex.read), decode, name=p.namer(TFRecordIndex.name), stored=lambda: stored)
+        for p in map(Parts, (train, evaluation))
     ]
     dtype = {"int64": "int32", "float32": "float32"}.get(x.kind, "uint8")
     spec = Spec(shape, dtype, classes, 255.0 if dtype == "uint8" else 1.0)
