@@ -1,5 +1,7 @@
 """`patch_keras`: what a script does with Keras alone comes out as with Keras alone, on any number of replicas."""
 
+from concurrent import futures
+
 import keras
 import numpy as np
 import pytest
@@ -109,6 +111,17 @@ def test_strategies_of_a_script_are_the_running_one(patched, said):
         keras.utils.clear_session()
     tfdist.unpatch_keras()
     assert tf.distribute.MirroredStrategy is own and tf.distribute.get_strategy() is not running
+
+
+def test_a_folder_that_several_workers_remove_is_gone(tmp_path):
+    """As by KerasTuner's `overwrite`, whose workers meet before."""
+    for number in range(300):
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        (tmp_path / "folder" / str(number)).touch()
+    remove = keras_patch.removing_together(tf.io.gfile.rmtree)
+    with futures.ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(remove, [str(tmp_path / "folder")] * 4)] == [None] * 4
+    assert not (tmp_path / "folder").exists()
 
 
 def test_calls_of_fit_see_the_examples_in_different_orders(patched):

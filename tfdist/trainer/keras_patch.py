@@ -37,6 +37,7 @@ _TRAINING = ("fit", "train_on_batch")
 _WRITERS = (
     *((keras.Model, name) for name in ("save", "save_weights", "export")),
     *((module, "save_model") for module in (keras.saving, keras.models)),
+    (keras.saving, "save_weights"),
 )
 _STRATEGIES = ("MirroredStrategy", "MultiWorkerMirroredStrategy")
 
@@ -98,7 +99,10 @@ class KerasPatch:
                 self._replace(owner, name, self._written_once(getattr(owner, name)))
         if self.distribution.workers > 1:
             # It makes a variable on its way, which in the scope would wait for all workers.
-            self._replace(keras.Model, "load_weights", self._outside_scope(keras.Model.load_weights))
+            for owner in keras.Model, keras.saving:
+                self._replace(owner, "load_weights", self._outside_scope(owner.load_weights))
+            # KerasTuner's `overwrite` removes one folder on each worker.
+            self._replace(tf.io.gfile, "rmtree", removing_together(tf.io.gfile.rmtree))
         for module in tf.distribute, tf.distribute.experimental:
             for name in filter(functools.partial(hasattr, module), _STRATEGIES):
                 self._replace(module, name, self._running(getattr(module, name)))
@@ -232,6 +236,21 @@ class KerasPatch:
         if told not in self._warned:
             self._warned.add(told)
             logger.info(told)
+
+
+def removing_together(rmtree: Callable[[str], None]) -> Callable[[str], None]:
+    """Returns a function that removes a folder which others may be removing at the same time."""
+
+    @functools.wraps(rmtree)
+    def remove(path: str) -> None:
+        try:
+            rmtree(path)
+        except tf.errors.NotFoundError:  # of a file that another one has removed first
+            while tf.io.gfile.exists(path):
+                with contextlib.suppress(tf.errors.NotFoundError):
+                    rmtree(path)
+
+    return remove
 
 
 def _save_on_all_workers(callbacks: Any) -> None:
