@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Else every process of a test run compiles the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-oldest faults horovod lint docs docs-test keras-tests topology-check bench bench-workers bench-checkpoints bench-watching bench-input clean
+.PHONY: train test test-all test-oldest faults horovod lint docs docs-test keras-tests topology-check engines bench bench-workers bench-checkpoints bench-watching bench-input clean
 
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
@@ -18,7 +18,7 @@ test: .venv/ready horovod
 # Every cell of every table, and `faults`; then the speed beside the newest release, if there is one. PART=2/6 runs a sixth;
 # `.test-parts` (not in git) records which parts passed on which commit.
 RELEASE = $(shell git describe --tags --abbrev=0 2>/dev/null)
-test-all: .venv/ready horovod
+test-all: .venv/ready .venv-engines/ready horovod
 	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m 'not topology' $(if $(PART),--part=$(PART))
 	$(if $(PART),,$(if $(RELEASE),$(BIN)/python benchmarks/bench.py --against=$(RELEASE)))
 
@@ -30,6 +30,10 @@ test-oldest: .venv-oldest/ready
 # The long ones: processes that are killed, stopped and cut off in mid-run. `make test-all` has more of them.
 faults: .venv/ready horovod
 	$(BIN)/python -m pytest -m "faults and not whole"
+
+# Ray, KerasTuner, Optuna and KerasHub, beside TensorFlow in an environment of their own.
+engines: .venv/ready .venv-engines/ready
+	$(BIN)/python -m pytest -m engines tests/engines
 
 # Keras' own tests of fit, evaluate, predict and callbacks: by Keras itself, and answered by tfdist on one device and on
 # two replicas, which fail where they do not pass what Keras does. KERAS is a checkout of Keras of the installed version.
@@ -99,6 +103,13 @@ bench-workers: .venv/ready horovod
 	.venv-oldest/bin/python -m pip install --quiet 'tensorflow==2.18.*' 'keras==3.12.*' --editable '.[test]'
 	touch $@
 
+.venv-engines/ready: setup.cfg pyproject.toml
+	$(PYTHON) -m venv .venv-engines
+	.venv-engines/bin/python -m pip install --quiet --upgrade pip
+	.venv-engines/bin/python -m pip install --quiet --editable . 'ray[train]==2.60.*' 'keras-tuner[bayesian]==1.4.*' \
+	  'keras-hub==0.32.*' 'optuna>=5,<6'
+	touch $@
+
 # TensorFlow for TPUs, as docs/strategies.md has it installed. It starts without a TPU, and knows its kernels.
 .venv-tpu/ready: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv-tpu
@@ -109,4 +120,4 @@ bench-workers: .venv/ready horovod
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-tpu build dist *.egg-info runs
+	rm -rf .venv .venv-engines .venv-oldest .venv-tpu build dist *.egg-info runs
