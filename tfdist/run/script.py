@@ -151,8 +151,6 @@ def _noting_written_files() -> Iterator[set[str]]:
 def _warn_of_shared_files(distribution: Distribution, written: set[str]) -> None:
     """Warns of files that several workers of one host have written, each over what the others wrote."""
     peers = distribution.peers
-    if distribution.workers == 1:
-        return
     mine = sorted(path for path in written if "__pycache__" not in pathlib.Path(path).parts)
     first, *others = peers.gather("the files that the script has written", mine)
     shared = [path for path in first if any(path in theirs for theirs in others)]

@@ -97,7 +97,6 @@ class KerasPatch:
             self._replace(type(self.distribution.strategy.extended), "should_checkpoint", True)
             for owner, name in _WRITERS:
                 self._replace(owner, name, self._written_once(getattr(owner, name)))
-        if self.distribution.workers > 1:
             # It makes a variable on its way, which in the scope would wait for all workers.
             for owner in keras.Model, keras.saving:
                 self._replace(owner, "load_weights", self._outside_scope(owner.load_weights))
@@ -246,9 +245,8 @@ def removing_together(rmtree: Callable[[str], None]) -> Callable[[str], None]:
         try:
             rmtree(path)
         except tf.errors.NotFoundError:  # of a file that another one has removed first
-            while tf.io.gfile.exists(path):
-                with contextlib.suppress(tf.errors.NotFoundError):
-                    rmtree(path)
+            if tf.io.gfile.exists(path):
+                remove(path)
 
     return remove
 

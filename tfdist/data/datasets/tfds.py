@@ -148,11 +148,10 @@ def _prepare(builder: tfds.core.DatasetBuilder, name: str, by_number: bool) -> N
             f"data set {name!r} is not in {builder.data_dir} and cannot be downloaded: {host} is not found: {elsewhere}"
         )
     print(f"tfdist: preparing the data set {name} in {shown(builder.data_dir)}", flush=True)
-    kind = {"file_format": BY_NUMBER} if by_number else {}
     drawn = random.getstate()  # TFDS names a folder by it, and the seeds of Keras' layers come from it
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            builder.download_and_prepare(**kind)
+            builder.download_and_prepare(**({"file_format": BY_NUMBER} if by_number else {}))
     except Exception as error:  # TFDS lets through whatever its downloads raise
         if isinstance(error, OSError) and error.filename:
             raise UserError(f"data.data_dir is not usable: {one_line(error, 300)}", "choose another folder") from error
