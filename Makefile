@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Else every process of a test run compiles the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-oldest faults horovod lint docs docs-test keras-tests topology-check engines bench bench-workers bench-checkpoints bench-watching bench-input clean
+.PHONY: train test test-all test-oldest faults horovod lint docs docs-test keras-tests keras-examples topology-check engines bench bench-workers bench-checkpoints bench-watching bench-input clean
 
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
@@ -45,6 +45,11 @@ keras-tests: .venv/ready
 	    --rootdir=$(abspath $(KERAS)) --import-mode=importlib -p support.keras_own_tests \
 	    --strategy=$$strategy --passed=$$passed $(KERAS_TESTS) || status=1; \
 	done; rm -f $$passed; exit $$status
+
+# Unmodified examples of keras.io, on data that are made up: tests/support/keras_examples.py tells where they are had.
+keras-examples: .venv/ready
+	test -d "$(SOURCE)" || { echo "usage: make keras-examples SOURCE=path/to/keras_io"; exit 2; }
+	$(BIN)/python tests/support/keras_examples.py $(SOURCE)
 
 # Programs for TPUs and GPUs that are not here: compiled for them, and whole trainings on an emulated mesh. The compilers
 # are installed into a cache folder of their own, a gigabyte each.
