@@ -8,8 +8,7 @@ import psutil
 import pytest
 from support.doctor_findings import one
 
-from tfdist import config
-from tfdist.doctor import dataset, machine
+from tfdist.doctor import machine
 
 # -- machine --------------------------------------------------------------------
 
@@ -114,52 +113,3 @@ def test_a_disk_that_cannot_be_written(mounted, tmp_path):
     one(machine.room(inodes), "fail", "its inodes are used up", "delete files there")
     (tmp_path / "file").write_text("")
     one(machine.room(tmp_path / "file" / "x"), "fail", "file is a file, and", "choose another --workdir")
-
-
-# -- data set -------------------------------------------------------------------
-
-
-@pytest.fixture
-def prepared(tmp_path):
-    """A folder as TFDS leaves it, with an older version besides."""
-    for version in ("1.0.0", "0.9.0"):
-        (tmp_path / "prepared" / "digits" / version).mkdir(parents=True)
-    return tmp_path / "prepared"
-
-
-def test_a_prepared_data_set(prepared):
-    for data, environ in (
-        (config.Data(data_dir=str(prepared)), {}),
-        (config.Data(), {"TFDS_DATA_DIR": str(prepared)}),
-        (config.Data(name="digits:1.0.0"), {"TFDS_DATA_DIR": str(prepared)}),
-    ):
-        one(dataset.check(data, environ), "ok", f" is prepared in {prepared}/digits/1.0.0, which only a run")
-
-
-def test_a_data_set_that_is_not_there(tmp_path, prepared):
-    empty = {"TFDS_DATA_DIR": str(tmp_path / "none")}
-    one(dataset.check(config.Data(), empty), "ok", "digits is not prepared yet")
-    one(dataset.check(config.Data(name="mnist"), empty), "warn", "mnist is not prepared in", "where there is a network")
-    another = config.Data(name="digits:2.0.0", data_dir=str(prepared))
-    one(dataset.check(another, {}), "warn", "digits:2.0.0 is not prepared", "")
-    (tmp_path / "file").write_text("")
-    one(
-        dataset.check(config.Data(data_dir=str(tmp_path / "file")), {}),
-        "fail",
-        "cannot be written",
-        "set data.data_dir",
-    )
-    one(dataset.check(config.Data(name="synthetic"), {}), "ok", "made by each run")
-    (tmp_path / "a.csv").write_text("x\n")
-    one(dataset.check(config.Data(name=f"image_folder:{tmp_path}"), {}), "ok", "which only a run looks at")
-    one(dataset.check(config.Data(name=f"image_folder:{tmp_path}/no"), {}), "fail", "there is no folder")
-    one(dataset.check(config.Data(name=f"csv:{tmp_path}/*.csv"), {}), "ok", "1 csv file: ")
-    one(dataset.check(config.Data(name=f"csv:{tmp_path}/b.csv"), {}), "fail", "there is no file")
-
-
-def test_a_data_set_of_a_function(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    data = config.Data(name="my_own_package.data:load")
-    one(dataset.check(data, {}), "fail", "names a package 'my_own_package' that Python does not find", "PYTHONPATH")
-    (tmp_path / "my_own_package.py").write_text("raise AssertionError('imported')\n")
-    one(dataset.check(data, {}), "ok", "which only a run calls")

@@ -26,7 +26,7 @@ from tfdist.cluster import addresses
 from tfdist.config import buckets, runtime_options, validation
 from tfdist.config.commands import command_line
 from tfdist.distributed import gpus, tpu_host
-from tfdist.doctor import checkpoints, dataset, display, machine, packages, tensorflow_probe, workers
+from tfdist.doctor import checkpoints, display, machine, packages, tensorflow_probe, workers
 from tfdist.doctor.check import FAIL, Check, Finding, later, run, worst
 from tfdist.errors import UserError
 
@@ -57,7 +57,7 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
     """Makes all checks at once; waits for none beyond the time limit."""
     seconds = max(options.time_limit - _LEFT_S, options.time_limit / 2)
     until = time.monotonic() + seconds
-    folder, workdir, data = options.folder, options.workdir, options.experiment.data
+    folder, workdir = options.folder, options.workdir
     here, versions, keep = machine.look(machine.groups()), packages.versions(), options.experiment.checkpoint.keep
     newest = checkpoints.newest_size(folder / "checkpoints") if workdir else 0
     find_saved = partial(checkpoints.examine, folder / "checkpoints") if workdir else list
@@ -87,7 +87,6 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
         Check("memory", lambda: machine.memory(here)),
         Check("shared memory", machine.shared_memory),
         Check("disk", lambda: machine.room(folder, newest, keep), "mount that disk anew"),
-        Check("data set", lambda: dataset.check(data, environ)),
     ]
     if buckets.is_url(workdir):
         checks.append(Check("bucket", lambda: machine.bucket(workdir), "look for what stops requests on their way"))

@@ -16,7 +16,6 @@ from tfdist.data.batch_layout import Layout
 from tfdist.data.datasets import registry
 from tfdist.data.records import RecordFeed
 from tfdist.data.sources import Arrays, Records
-from tfdist.doctor import dataset
 
 datasets = pytest.importorskip("datasets")
 
@@ -168,13 +167,6 @@ def test_without_the_package(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with refused(f"data.name=hf:{saved} is read with a package that is not installed: pip insta"):
         tfdist.load_data(f"hf:{saved}")
-
-
-def test_the_doctor(saved, monkeypatch):
-    look = lambda name: dataset.check(config.Data(name=name), {})[0]
-    assert (look(f"hf:{saved}").status, look("hf:org/name").status, look("hf:/no").status) == ("ok", "ok", "fail")
-    monkeypatch.setattr(dataset.importlib.util, "find_spec", lambda name: None)
-    assert "pip install datasets" in look(f"hf:{saved}").fix
 
 
 @pytest.mark.whole
