@@ -15,6 +15,7 @@ from support import covering, processes, scheduling
 import tfdist
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("PYTHONHASHSEED", "0")  # else `tfdist run` starts each program once more, to have it so
 # Else each of some hundred processes compiles the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 REPOSITORY = pathlib.Path(__file__).parent.parent

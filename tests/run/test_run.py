@@ -1,9 +1,15 @@
 """`tfdist run`: scripts that know nothing of tfdist, in processes of their own."""
 
 import json
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
+
+REPOSITORY = pathlib.Path(__file__).parent.parent.parent
 
 TRAIN = """
 import argparse, os, signal, sys
@@ -33,6 +39,7 @@ class Kill(keras.callbacks.Callback):
 def main():
     keras.utils.set_random_seed(3)
     x, y = np.random.normal(size=(40, 5)), np.random.normal(size=(40, 1))
+    x *= 1 + list({"several", "words", "in", "a", "set"}).index("a")  # as in vocabularies that are made of sets
     model = keras.Sequential([keras.layers.Dense(arguments.width, "tanh"), keras.layers.Dropout(0.0),
                               keras.layers.Dense(1)])
     model.compile("adam", "mse", metrics=["mae"])
@@ -57,6 +64,7 @@ def script(tmp_path, run):
     (tmp_path / "train.py").write_text(TRAIN)
 
     def start(*flags, program=("train.py",), alone=False, **environ):
+        environ |= {"PYTHONHASHSEED": "0"} if alone else {}
         return run(*([] if alone else ["tfdist", "run", *flags]), *program, **environ)
 
     return start
@@ -73,6 +81,18 @@ def reported(folder):
     result = json.loads((folder / "result.json").read_text())
     assert (folder / "report.html").read_text().count("<section") == 1 + len(result["calls"])
     return result["status"], [(call["status"], call["epochs"], call["updates"]) for call in result["calls"]]
+
+
+def test_sets_of_text_have_one_order_in_all_processes(tmp_path):
+    """Workers made vocabularies of their own, and each trained on the others' numbers without a word."""
+    (tmp_path / "words.py").write_text("print(list(map(str, map(hash, 'some words'.split()))), __import__('sys').argv)")
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    environ["PYTHONPATH"] = str(REPOSITORY)
+    said = []
+    for command in (["-m", "tfdist", "run"], ["-m", "tfdist.run"], ["-u", "-m", "tfdist.run", "--show=all"]):
+        command = [sys.executable, *command, "words.py", "--flag", "a b"]
+        said.append(subprocess.run(command, cwd=tmp_path, env=environ, text=True, capture_output=True).stdout)
+    assert said[0] == said[1] == said[2] and said[0].endswith("['words.py', '--flag', 'a b']\n")
 
 
 def test_a_script_runs_as_by_python(script, tmp_path):

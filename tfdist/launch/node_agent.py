@@ -256,8 +256,8 @@ def variables(plan: LaunchPlan, this: Attempt, local_rank: int, fd: int | None =
 
 
 def inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the launcher's environment without variables of another cluster."""
-    return env_vars.without(environ, env_vars.OTHER_LAUNCHERS)
+    """Returns the launcher's environment without variables of another cluster; sets have one order in all workers."""
+    return {"PYTHONHASHSEED": "0"} | env_vars.without(environ, env_vars.OTHER_LAUNCHERS)
 
 
 class NodeAgent:

@@ -93,6 +93,10 @@ def _run(argv: Sequence[str]) -> int:
             raise UserError(what, "give --workdir to continue, or one number of machines")
     if launch:
         return _launched(launch, environment, program)
+    if "PYTHONHASHSEED" not in os.environ:
+        # Drawn anew in each process, it orders the sets of text from which scripts make vocabularies: each worker would
+        # have its own, and a run that goes on after a kill another.
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})
     options = Options(values.virtual_replicas, values.sync_batch_norm == "on", values.show, values.checkpoint_every)
     if options.virtual_replicas and environment.threads is None:
         environment = dataclasses.replace(environment, threads=1)  # their number decides about the last bits
