@@ -38,9 +38,10 @@ def test_another_order_has_another_checksum(name):
 def test_what_counts():
     y, weight = tf.constant(np.arange(12)), tf.constant(X[:, 0])
     base = batches.checksum((X, y))
-    assert batches.checksum((X + 1, y)) == base, "inputs may be changed at random"
     assert batches.checksum((X, y, weight)) != batches.checksum((X, y, weight[::-1]))
     assert batches.checksum((tf.constant(X),)) != batches.checksum((tf.constant(X[::-1]),))
+    ragged = [batches.checksum(tf.ragged.constant(rows)) for rows in ([[1], [2, 3]], [[1, 2], [3]], [[1], [2, 4]])]
+    assert len(set(map(int, ragged))) == 3
     assert batches.checksum(({"a": X, "b": tf.constant(X[:, :0])},)) != base
     short = batches.checksum((X[:8], y[:8]))
     assert short != base
@@ -84,14 +85,14 @@ def test_it_goes_on_after_a_resume_and_a_restart():
 
 def test_other_batches_have_another_digest():
     tf.random.set_seed(None)
-    found = {read(feed_of(data(None), first=0, local=1), 0, 3)[0] for _ in range(4)}
+    found = {tuple(read(feed_of(data(None), first=0, local=1), 0, 3)[0]) for _ in range(4)}
     assert len(found) > 1
 
 
 def test_a_lone_worker_looks_at_nothing():
     feed = feed_of(data(3))
     next(feed.next(0, 1).feed[0])
-    assert feed.digest(1) == ""
+    assert feed.digest(1) == []
 
 
 @pytest.mark.parametrize("replicas", [1, 3])

@@ -99,6 +99,14 @@ def test_other_random_changes_of_the_inputs_are_nobodys_error(world):
     assert chief.tobytes() == other.tobytes()
 
 
+@pytest.mark.parametrize("name, update", [("other inputs", 1), ("another row", 3)])
+def test_other_inputs_of_one_worker_are_refused(world, name, update):
+    """They trained other weights without a word where the targets were the same."""
+    chief, other = (worker[name] for worker in scene(world, "shuffled"))
+    assert chief == other
+    assert re.match(rf"worker 1 .* has read other inputs than worker 0 up to update {update}: give all", chief), chief
+
+
 def test_a_callback_of_one_worker_ends_on_all_what_it_ends_there(world, connect):
     """Also where that worker alone has a callback, and so wants every batch."""
     chief, other = scene(world, "stopped")

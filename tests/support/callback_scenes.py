@@ -14,6 +14,7 @@ import sys
 import types
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import tfdist
@@ -177,6 +178,14 @@ def batches(seed, augment=False):
     return data.map(lambda x, y: (x + tf.random.normal(tf.shape(x)), y)) if augment else data
 
 
+def of_worker(rank, rows):
+    """Data of which one worker has other inputs in some rows, and the same targets."""
+    x, y = training_cases.images(48)
+    x = np.array(x)
+    x[rows] += rank
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(12)
+
+
 def shuffled(distribution, folder, names=None):
     """What comes of data sets with and without a seed; of those in `names`, or all."""
     found = {}
@@ -192,6 +201,10 @@ def shuffled(distribution, folder, names=None):
             model, batches(7).concatenate(batches(7).map(lambda x, y: (x[:0], y[:0]))), distribution=distribution
         ),
         "augmented": lambda model: fit(model, batches(7, True), distribution=distribution, epochs=2, verbose=0),
+        "other inputs": lambda model: fit(model, of_worker(distribution.rank, slice(None)), distribution=distribution),
+        "another row": lambda model: fit(
+            model, of_worker(distribution.rank, 30), distribution=distribution, steps_per_call=1
+        ),
     }.items():
         if names and name not in names:
             continue

@@ -6,14 +6,14 @@ and each time that it is begun: so workers compare checksums of what they read.
 
 import dataclasses
 import itertools
-import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.cluster.peers import Peers
 from tfdist.config import schedule
 from tfdist.data import python_batches
 from tfdist.data.batch_layout import Layout, own_rows, unpack
@@ -23,7 +23,7 @@ from tfdist.data.records import Records
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 
-_ROWS, _ENTRIES = 64, 1024  # rows of a batch, and entries of each, that a checksum looks at, about
+_COMPARED, _ENTRIES = 2**16, 1024  # entries of a batch, and of each of its rows, that a checksum looks at, about
 _EMPTY = 8  # batches, from the first on, of which one must have rows
 _FACTOR = 0x1E3779B97F4A7C15  # Odd, with many bits set
 
@@ -190,6 +190,7 @@ class BatchFeed(Feed):
         sizes = {spec.shape[0] for spec in tf.nest.flatten(source.specs)}
         self._full = layout.even and sizes == {layout.batch}
         self._order = BatchOrder()
+        self._inputs_agree: bool | None = None  # unknown before the first call
         self._dataset = self._decoded(self._stored)
         self._iterator: tf.data.Iterator | None = None
 
@@ -213,8 +214,27 @@ class BatchFeed(Feed):
             self._iterator = iter(self._dataset)
         return FeedCall((self._iterator,), 0, limit, self._full)
 
-    def digest(self, batches: int) -> str:
-        return self._order.digest(batches) if self._layout.local else ""
+    def digest(self, batches: int) -> list[str]:
+        return self._order.digest(batches) if self._layout.local else []
+
+    def compare(self, digests: Sequence[list[str]], peers: Peers, label: str) -> None:
+        """Compares inputs, too, from the first call on, unless each worker draws its own random changes of them."""
+        for rank, other in enumerate(digests):
+            if other and other[0] != digests[0][0]:
+                raise UserError(
+                    f"worker {rank} ({peers.hosts[rank]}) has read other batches than worker 0 up to {label}",
+                    "give shuffle() a seed, as in shuffle(1000, seed=0), "
+                    "and set a global seed, if any, alike on all workers",
+                )
+        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if self._inputs_agree is None:
+            repeats = lambda: self._source.reader.first is None and self._source.repeats_order()
+            self._inputs_agree = not others or all(peers.gather("whether its data are the same again", repeats()))
+        if others and self._inputs_agree:
+            raise UserError(
+                f"worker {others[0]} ({peers.hosts[others[0]]}) has read other inputs than worker 0 up to {label}",
+                "give all workers the same data, and random changes of them the same seed",
+            )
 
     def resume(self, update: int, epoch: int, begun: int) -> None:
         """Goes to a batch by skipping, before anything is decoded.
@@ -273,14 +293,17 @@ class BatchOrder:
     """The checksums of the batches that one worker has read, in their order."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, int] = {}  # by number since the iterator's beginning, with those that were read ahead
-        self._next, self._digest = 0, 0
+        self._sums: dict[int, bytes] = {}  # by number since the iterator's beginning, with those that were read ahead
+        self._next, self._digests = 0, [0, 0]
 
     def watched(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns the same data set, which notes a checksum of each of its batches."""
 
         def noted(number: tf.Tensor, batch: tuple) -> tuple:
-            done = tf.numpy_function(self._note, [number, checksum(batch)], tf.int64)
+            x, y, weight = unpack(batch)
+            targets = [part for part in (y, weight) if part is not None]
+            sums = tf.stack([checksum(targets or x), checksum(x)])
+            done = tf.numpy_function(self._note, [number, sums], tf.int64)
             with tf.control_dependencies([done]):  # before whoever reads the batch can ask
                 return keras.tree.map_structure(tf.identity, batch)
 
@@ -291,34 +314,30 @@ class BatchOrder:
         self._sums.clear()
         self._next = 0
 
-    def digest(self, batches: int) -> str:
-        """Returns the checksum of all that was trained on so far, which now has `batches` more."""
+    def digest(self, batches: int) -> list[str]:
+        """Returns checksums of all targets and of all inputs trained on so far, which now are `batches` more."""
         for number in range(self._next, self._next + batches):
-            self._digest = zlib.crc32(struct.pack("<q", self._sums.pop(number, 0)), self._digest)
+            sums = self._sums.pop(number, bytes(16))
+            self._digests = [zlib.crc32(part, old) for part, old in zip((sums[:8], sums[8:]), self._digests)]
         self._next += batches
-        return f"{self._digest:08x}"
+        return [f"{digest:08x}" for digest in self._digests]
 
-    def _note(self, number: np.int64, value: np.int64) -> np.int64:
-        self._sums[int(number)] = int(value)
+    def _note(self, number: np.int64, sums: np.ndarray) -> np.int64:
+        self._sums[int(number)] = sums.astype("<i8").tobytes()
         return np.int64(0)
 
 
-def checksum(batch: tuple) -> tf.Tensor:
-    """Returns a number, int64, that depends on which examples a batch has, and on their order.
-
-    It looks at the targets and weights, where there are any: workers may draw other random changes of the same inputs.
-    """
-    _, y, weight = unpack(batch)
-    looked_at = keras.tree.flatten([part for part in (y, weight) if part is not None]) or keras.tree.flatten(batch)
-    tensors = [tf.convert_to_tensor(part) for part in looked_at]
-    count = tf.shape(tensors[0], tf.int64)[0]
-    total, odd = count, lambda count: 2 * tf.range(count, dtype=tf.int64) + 1
-    for tensor in tensors:
+def checksum(parts: Structure) -> tf.Tensor:
+    """Returns a number, int64, that depends on which examples a part of a batch has, and on their order."""
+    total, odd = tf.zeros([], tf.int64), lambda count: 2 * tf.range(count, dtype=tf.int64) + 1
+    for tensor in map(tf.convert_to_tensor, tf.nest.flatten(parts, expand_composites=True)):
+        count = tf.shape(tensor, tf.int64)[0]
+        total += count
         if tensor.shape[1:].num_elements() == 0:
             continue
         width = tf.reduce_prod(tf.shape(tensor, tf.int64)[1:])
-        table = tf.reshape(_bits(tensor), [count, width])
-        some = table[:: tf.maximum(count // _ROWS, 1), :: tf.maximum(width // _ENTRIES, 1)]
+        table = tf.reshape(_bits(tensor), [count, width])[:, :: tf.maximum(width // _ENTRIES, 1)]
+        some = table[:: tf.maximum(tf.size(table, tf.int64) // _COMPARED, 1)]
         rows = tf.reduce_sum(some * odd(tf.shape(some, tf.int64)[1]), 1)
         total = _scattered(total) + tf.reduce_sum(_scattered(rows) * odd(tf.shape(some, tf.int64)[0]))
     return total

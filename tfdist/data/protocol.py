@@ -10,13 +10,14 @@ import abc
 import dataclasses
 import itertools
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.cluster.peers import Peers
 from tfdist.config import schedule
 from tfdist.data import python_batches
 from tfdist.data.batch_layout import Layout, unpack
@@ -67,12 +68,15 @@ class Feed:
     def resume(self, update: int, epoch: int, begun: int) -> None:
         """Goes to an update, `begun` batches after the beginning of `epoch`."""
 
-    def digest(self, batches: int) -> str:
-        """Returns a checksum, which workers compare, of all batches read so far, `batches` more than before.
+    def digest(self, batches: int) -> list[str]:
+        """Returns checksums, which workers compare, of all batches read so far, `batches` more than before.
 
-        It is "" where the order is a function of seed and epoch.
+        There are none where the order is a function of seed and epoch.
         """
-        return ""
+        return []
+
+    def compare(self, digests: Sequence[list[str]], peers: Peers, label: str) -> None:
+        """Raises UserError where a worker has read other batches than worker 0, up to `label`."""
 
     def first_unreadable(self) -> str:
         """Names, after an error, the first example of the last call that cannot be decoded, and why; "" for none."""

@@ -2,13 +2,14 @@
 
 import collections
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
 
+from tfdist.data.protocol import Feed
 from tfdist.distributed.distribution import Distribution
-from tfdist.errors import Interrupted, UserError
+from tfdist.errors import Interrupted
 
 SHORTEST_CALL_S = 0.2  # Python's share of such a call is small, and progress stays lively
 TIMES_BETWEEN = 20
@@ -42,7 +43,8 @@ def agree(
     seconds: float,
     should_stop: Callable[[], str],
     due: Due = NOTHING_DUE,
-    digest: str = "",
+    digest: Sequence[str] = (),
+    feed: Feed | None = None,
     stop_attribute: str = "stop_training",
     between: float = 0.0,
 ) -> Decisions:
@@ -52,22 +54,17 @@ def agree(
       label: where this worker is.
       seconds, between: duration of the call here, and the time since the call before.
       should_stop: returns a reason to stop the run, or an empty string.
-      digest: checksum of the batches that this worker has read.
+      digest, feed: checksums of the batches that this worker has read, and who has read them.
 
     Raises:
-      UserError: another worker has read other batches.
+      UserError: another worker has read other batches, or other inputs where all have read the same at first.
       Interrupted: some worker has a reason to stop.
     """
     peers = distribution.peers
-    own = [seconds, between, should_stop(), bool(getattr(model, stop_attribute, False)), due, digest]
+    own = [seconds, between, should_stop(), bool(getattr(model, stop_attribute, False)), due, list(digest)]
     all_seconds, all_between, reasons, stops, dues, digests = zip(*peers.gather(label, own))
-    for rank, other in enumerate(digests):
-        if other != digests[0]:
-            raise UserError(
-                f"worker {rank} ({peers.hosts[rank]}) has read other batches than worker 0 up to {label}",
-                "give shuffle() a seed, as in shuffle(1000, seed=0), "
-                "and set a global seed, if any, alike on all workers",
-            )
+    if feed is not None:
+        feed.compare(digests, peers, label)
     for rank, reason in enumerate(reasons):
         if reason:
             raise Interrupted(reason + (f" (worker {rank})" if peers.size > 1 else ""))

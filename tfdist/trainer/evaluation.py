@@ -26,7 +26,7 @@ from tfdist.step import step_calls
 from tfdist.step.batch_loop import CallResult
 from tfdist.step.step_calls import EndOfData
 from tfdist.trainer import agreement
-from tfdist.trainer.agreement import StepsPerCallTuner
+from tfdist.trainer.agreement import NOTHING_DUE, StepsPerCallTuner
 from tfdist.trainer.callbacks import Callbacks, any_needs_every_batch, chief_alone, on_this_worker
 from tfdist.verification import equivalence_check, replica_sync_check
 
@@ -167,7 +167,7 @@ class Evaluation:
                 logs = totals.logs(step.results("test"))
             digest, label = self._feed.digest(fresh), f"batch {done} of an evaluation"
             decisions = agreement.agree(
-                distribution, model, label, seconds, should_stop, digest=digest, stop_attribute="stop_evaluating"
+                distribution, model, label, seconds, should_stop, NOTHING_DUE, digest, self._feed, "stop_evaluating"
             )
             tuner.record(decisions.seconds, fresh, part.full)
             if fresh < part.last - part.first:
@@ -316,7 +316,7 @@ def _predict(
         yield outputs, rows
         digest, label, stop = feed.digest(1), f"batch {i} of the predictions", should_stop or agreement.never
         if should_stop or digest or stoppable:
-            agreement.agree(distribution, model, label, 0.0, stop, digest=digest, stop_attribute="stop_predicting")
+            agreement.agree(distribution, model, label, 0.0, stop, NOTHING_DUE, digest, feed, "stop_predicting")
     if not i:
         raise UserError("the data set to predict from is empty", "give it at least one batch")
     called.on_predict_end()

@@ -14,7 +14,7 @@ from tfdist.checkpoints import training_state
 from tfdist.checkpoints.resume import Position
 from tfdist.config.messages import logger
 from tfdist.errors import Interrupted, UserError
-from tfdist.keras_bridge import ema, keras_internals, layer_state, metrics
+from tfdist.keras_bridge import ema, keras_internals, layer_state, metrics, preconditions
 from tfdist.step import step_calls
 from tfdist.step.batch_loop import CallResult, LastLogs, Totals
 from tfdist.step.step_calls import NotFinite, OutOfMemory
@@ -128,7 +128,10 @@ class FitLoop:
         position, epoch, options = self._position, self._position.epoch, self._options
         if position.begun == 0:
             self._step.reset()  # else they have just been restored, with what a callback has measured
-        restored = layer_state.Snapshot(self._model.metrics_variables if position.begun else [])
+        # Callbacks begin the epoch a second time: a rate that they halve there has been halved before the checkpoint.
+        optimizers = preconditions.optimizers(self._model) if position.begun else []
+        kept = [self._model.variables, self._model.metrics_variables, *(o.variables for o in optimizers)]
+        restored = layer_state.Snapshot([v for part in kept for v in part] if position.begun else [])
         self._callbacks.on_epoch_begin(epoch)
         restored.put_back()
         self._reader.begin()
@@ -257,6 +260,7 @@ class FitLoop:
             self._options.should_stop,
             self._checkpoints.due(),
             feed.digest(done),
+            feed,
             between=python,
         )
         self._tuner.record(decisions.seconds, done, part.full, decisions.between)

@@ -210,7 +210,8 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
     if any(checksum != states[0][1] for _, checksum in states):
         # Of no use to compare them. If it is not only their inputs that are random, the first batches will say so.
         _refuse_by_structure(step, [comparison])
-        logger.info(f"WARNING: not checked whether {comparison} agree: the workers have read other rows")
+        why = "the workers have read other inputs, as is right only where each draws random changes of the same data"
+        logger.info(f"WARNING: not checked whether {comparison} agree: {why}")
         return False
     start, repeated = time.perf_counter(), dict[str, float]()
     probe = EquivalenceProbe(step, rows, comparison)
