@@ -353,6 +353,33 @@ def test_what_a_callback_puts_into_the_logs_is_in_the_history_after_a_resume(con
         noted(connect(1), lambda epoch: {epoch}, checkpoints=checkpoints)
 
 
+AT_BEGINNINGS = {
+    "relative rate": lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.8 * rate),
+    "averaged weights": lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+}
+
+
+@pytest.mark.parametrize("update", [5, 7])
+@pytest.mark.parametrize("kind", AT_BEGINNINGS)
+def test_what_callbacks_do_at_the_beginning_of_an_epoch_is_done_once(kind, update, connect, tmp_path):
+    """A rate was lowered twice in an epoch that was resumed, and an average of the weights trained on."""
+
+    def trained(**options):
+        made, options["callbacks"] = model(connect(1)), [AT_BEGINNINGS[kind]()]
+        options |= {"batch_size": BATCH, "epochs": EPOCHS, "steps_per_call": 1, "distribution": connect(1)}
+        history = tfdist.fit(made, training_cases.images(EXAMPLES), verbose=0, **options).history
+        return fingerprint(made)[0], history
+
+    whole = trained()
+    with pytest.raises(Interrupted):
+        trained(should_stop=training_cases.StopAt(7), checkpoints=kept(tmp_path, every="1 epoch"))
+    if update == 5:  # the end of an epoch
+        shutil.rmtree(tmp_path / "checkpoints" / "7")
+    checkpoints = kept(tmp_path, every="1000 steps")
+    assert trained(checkpoints=checkpoints) == whole
+    assert checkpoints.resumed_from == update
+
+
 # -- a loss that is not finite ----------------------------------------------
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from support import training_cases
+from tensorflow.python.framework import config
 from tensorflow.python.framework.func_graph import FuncGraph
 
 import tfdist
@@ -365,9 +366,24 @@ def test_inputs_as_a_model_takes_them():
     assert keras_internals.input_structure(training_cases.dense()) is not None
 
 
+def test_operations_that_must_be_deterministic(connect):
+    """TensorFlow's own clock, which the steps read, ended every call then."""
+    assert not keras_internals.is_deterministic()
+    tf.config.experimental.enable_op_determinism()
+    try:
+        assert keras_internals.is_deterministic()
+        with connect(2).scope():
+            model = training_cases.compiled(training_cases.dense())
+        tfdist.fit(model, training_cases.images(12), batch_size=4, verbose=0, distribution=connect(2))
+        assert tfdist.evaluate(model, training_cases.images(12), distribution=connect(2))
+    finally:
+        config.disable_op_determinism()
+
+
 def test_what_callbacks_keep_to_themselves(tmp_path):
     """A resumed ModelCheckpoint counts on, and a TensorBoard that profiles sees every update."""
     assert vars(keras.callbacks.ModelCheckpoint(tmp_path / "a.keras"))[keras_internals.BATCHES_SEEN] == 0
+    assert vars(keras.callbacks.SwapEMAWeights())[keras_internals.EMA_IN_MODEL] is False
     assert not keras_internals.profiles_batches(keras.callbacks.TensorBoard(tmp_path, profile_batch=0))
     assert keras_internals.profiles_batches(keras.callbacks.TensorBoard(tmp_path, profile_batch=(2, 3)))
 

@@ -26,6 +26,7 @@ _KNOWN: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
     keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save", keras_internals.BATCHES_SEEN),
+    keras.callbacks.SwapEMAWeights: (keras_internals.EMA_IN_MODEL,),
 }
 
 _ROWS = "rows"  # of a CSVLogger: what its file holds, since `on_train_begin` empties that

@@ -26,7 +26,7 @@ from keras.src.random import seed_generator
 from keras.src.utils import naming, rng_utils
 from tensorflow.python.distribute.distribute_lib import ReplicaContextBase, StrategyBase
 from tensorflow.python.distribute.values import DistributedVariable
-from tensorflow.python.framework import ops
+from tensorflow.python.framework import config, ops
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import custom_gradient, gen_math_ops
 
@@ -511,11 +511,20 @@ def optimizer_updates(update: Callable) -> AbstractContextManager[None]:
     return patched(*((owner, "apply", make) for owner in (BaseOptimizer, *of_others) if owner))
 
 
+def is_deterministic() -> bool:
+    """Returns whether `tf.config.experimental.enable_op_determinism` has been called, which nothing public tells."""
+    return bool(config.is_op_determinism_enabled())
+
+
 # Callbacks.
 
 
 BATCHES_SEEN = "_batches_seen_since_last_saving"
 """ModelCheckpoint counts in this attribute the batches since its last file, and nothing public tells the number."""
+
+
+EMA_IN_MODEL = "_ema_weights_in_model"
+"""SwapEMAWeights tells by this attribute whether the model has the averaged weights, as at the end of an epoch."""
 
 
 def profiles_batches(callback: keras.callbacks.TensorBoard) -> bool:

@@ -87,10 +87,12 @@ class KeptFits:
         self._number += 1
         folder = self._fits / f"{self._number:04d}"
         facts = _facts(model, arguments)
-        before = self._recorded(folder)
+        before, own = self._recorded(folder), _own_callback(arguments)
+        if own and not before:
+            logger.info(f"WARNING: after a kill call {self._number} of fit would train again from its start: {own}")
         if before:
             _check_same(self._number, facts, before["facts"], self._options.resume_changed)
-            why = _own_callback(arguments) or (before["end"] is not None and _consumed(arguments))
+            why = own or (before["end"] is not None and _consumed(arguments))
             if why:
                 logger.info(f"call {self._number} of fit trains again from its start, with the same result: {why}")
                 if self._distribution.is_chief:
@@ -101,10 +103,11 @@ class KeptFits:
         self._depth += 1
         try:
             with self._distribution.peers.seeing_signals(), Signals() as signals:
-                own = {"checkpoints": kept, "should_stop": signals.reason}
-                history = self._reported(fit, model, arguments | own)
+                options = {"checkpoints": kept, "should_stop": signals.reason}
+                history = self._reported(fit, model, arguments | options)
         except Interrupted as stopped:
-            logger.info(f"{stopped}: the same command continues from there")
+            how = f"trains call {self._number} of fit again" if own else "continues from there"
+            logger.info(f"{stopped}: the same command {how}")
             raise SystemExit(143) from None
         finally:
             self._depth -= 1

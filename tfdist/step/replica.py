@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import operator
 import os
+import time
 import weakref
 from collections.abc import Callable
 from typing import TypeAlias
@@ -123,6 +124,8 @@ class StepSums:
 def seconds_now(*after: tf.Tensor | tf.Operation) -> tf.Tensor:
     """Returns seconds since 1970 as float64, read once the tensors `after` exist, and the operations have run."""
     with tf.control_dependencies(list(after)):
+        if keras_internals.is_deterministic():  # where TensorFlow refuses its own clock
+            return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
         return tf.timestamp()
 
 
