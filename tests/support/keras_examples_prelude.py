@@ -55,16 +55,6 @@ def boston_housing(*_, **__):
     return tuple((rng.normal(size=(rows, 13)), rng.normal(size=rows)) for rows in (200, 50))
 
 
-def adult(**options):
-    numbers = ["age", "fnlwgt", "education_num", "capital_gain", "capital_loss", "hours_per_week"]
-    pandas = REAL["pandas"]
-    columns = {
-        name: rng.integers(1, 90, 64) if name in numbers else rng.choice(["a", "b"], 64) for name in options["names"]
-    }
-    columns["income_bracket"] = rng.choice([" <=50K", " >50K"], 64)
-    return pandas.DataFrame(columns)
-
-
 def heart(**_):
     pandas = REAL["pandas"]
     columns = {name: rng.integers(0, 4, 120) for name in ["sex", "cp", "fbs", "restecg", "exang", "slope", "ca"]}
@@ -159,7 +149,7 @@ def reviews(folder):
 
 
 def read_csv(path, *arguments, **options):
-    for key, made in {"adult.": adult, "heart.csv": heart, "art_daily": anomalies}.items():
+    for key, made in {"heart.csv": heart, "art_daily": anomalies}.items():
         if key in str(path):
             return made(**options)
     return REAL["read_csv"](path, *arguments, **options)
@@ -174,10 +164,7 @@ def loadtxt(path, *arguments, **options):
 def work_folder(name):
     """What examples expect in their working directory, since a shell command above has brought it there."""
     here = pathlib.Path()
-    if name == "image_classification_from_scratch":
-        for kind in ("Cat", "Dog"):
-            pictures(here / "PetImages" / kind, 40, (180, 180))
-    elif name in ("text_classification_from_scratch", "text_generation_with_miniature_gpt"):
+    if name in ("text_classification_from_scratch", "text_generation_with_miniature_gpt"):
         reviews(here)
     elif name == "imbalanced_classification":
         rows = [",".join([*map(str, rng.normal(size=30)), f'"{int(rng.random() < 0.3)}"']) for _ in range(200)]

@@ -538,6 +538,20 @@ def test_models_with_their_own_step_read_python_batches(kind, connect):
     assert_same((mine, history), (theirs, theirs.fit(**give(), shuffle=False, verbose=0, **options)))
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_model_that_only_trains_by_its_own_step_is_measured_with_several_losses(replicas, connect):
+    """Each evaluation ended in an error of TensorFlow's."""
+    with connect(replicas).scope():
+        model = OwnStep([keras.Input((3,)), L.Dense(3), L.Lambda(lambda x: {"a": x, "b": x[:, :1]})])
+        model.compile("sgd", {"a": "mse", "b": "mae"}, loss_weights={"a": 0.3, "b": 2.0})
+    x, y = training_cases.rng().normal(size=(11, 3)), {"a": np.ones([11, 3]), "b": np.ones([11, 1])}
+    tfdist.fit(model, x, y, batch_size=4, verbose=0, distribution=connect(replicas))
+    ours = tfdist.evaluate(model, x, y, batch_size=4, verbose=0, distribution=connect(replicas))
+    outputs = model(x)
+    a, b = np.mean(np.square(1 - outputs["a"])), np.mean(np.abs(1 - outputs["b"]))
+    np.testing.assert_allclose([ours["loss"], ours["a_loss"], ours["b_loss"]], [0.3 * a + 2 * b, a, b], rtol=1e-5)
+
+
 def test_a_worker_among_others_is_not_forked():
     assert "would fork a worker" in sources.as_source(Sequence(workers=2, use_multiprocessing=True)).reader.alone
     assert not sources.as_source(Sequence(workers=2)).reader.alone
