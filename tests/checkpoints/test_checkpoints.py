@@ -353,6 +353,10 @@ def test_what_a_callback_puts_into_the_logs_is_in_the_history_after_a_resume(con
         noted(connect(1), lambda epoch: {epoch}, checkpoints=checkpoints)
 
 
+class Plain(keras.callbacks.Callback):
+    """Has no state that a checkpoint could keep."""
+
+
 AT_BEGINNINGS = {
     "relative rate": lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.8 * rate),
     "averaged weights": lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
@@ -361,11 +365,11 @@ AT_BEGINNINGS = {
 
 @pytest.mark.parametrize("update", [5, 7])
 @pytest.mark.parametrize("kind", AT_BEGINNINGS)
-def test_what_callbacks_do_at_the_beginning_of_an_epoch_is_done_once(kind, update, connect, tmp_path):
+def test_what_callbacks_do_at_the_beginning_of_an_epoch_is_done_once(kind, update, connect, tmp_path, said):
     """A rate was lowered twice in an epoch that was resumed, and an average of the weights trained on."""
 
     def trained(**options):
-        made, options["callbacks"] = model(connect(1)), [AT_BEGINNINGS[kind]()]
+        made, options["callbacks"] = model(connect(1)), [AT_BEGINNINGS[kind](), Plain()]
         options |= {"batch_size": BATCH, "epochs": EPOCHS, "steps_per_call": 1, "distribution": connect(1)}
         history = tfdist.fit(made, training_cases.images(EXAMPLES), verbose=0, **options).history
         return fingerprint(made)[0], history
@@ -378,6 +382,7 @@ def test_what_callbacks_do_at_the_beginning_of_an_epoch_is_done_once(kind, updat
     checkpoints = kept(tmp_path, every="1000 steps")
     assert trained(checkpoints=checkpoints) == whole
     assert checkpoints.resumed_from == update
+    assert [line.partition(", no")[0] for line in said if "anew" in line] == ["WARNING: the callbacks Plain start anew"]
 
 
 # -- a loss that is not finite ----------------------------------------------

@@ -115,6 +115,14 @@ def restore(
     if odd and run.distribution.is_chief:
         logger.info(f"WARNING: results may not be bit-identical from here on: {'; '.join(odd)}")
     restore_callbacks(run.callbacks, state["callbacks"])
+    anew = {
+        type(c).__name__
+        for name, c in training_state.named(run.callbacks)
+        if name not in state["callbacks"] and starts_anew(c)
+    }
+    if anew and run.distribution.is_chief:
+        why = "no checkpoint has their state: give them get_state and set_state, as tfdist.Callback has"
+        logger.info(f"WARNING: the callbacks {', '.join(sorted(anew))} start anew, {why}")
     model.history.history = {name: [_value(v) for v in values] for name, values in state["history"].items()}
     model.history.epoch = list(state["epochs"])
     position = Position(**state["position"])
@@ -132,6 +140,12 @@ def restore(
 def _keeps_state(callback: Any) -> bool:
     """Tells whether a callback keeps its state itself, as `tfdist.Callback`; its `get_state` may be None."""
     return hasattr(callback, "get_state") and hasattr(callback, "set_state")
+
+
+def starts_anew(callback: keras.callbacks.Callback) -> bool:
+    """Returns whether what a callback of the user's own has gathered cannot be restored: it may be anywhere."""
+    theirs = type(callback).__module__.partition(".")[0] in ("keras", "tfdist")
+    return isinstance(callback, keras.callbacks.LambdaCallback) or not (theirs or _keeps_state(callback))
 
 
 def capture_callbacks(callbacks: keras.callbacks.CallbackList) -> dict[str, State]:

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.checkpoints import files
+from tfdist.checkpoints import files, training_run
 from tfdist.checkpoints.manager import Checkpoints
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster import discovery
@@ -64,6 +64,7 @@ class KeptFits:
         self._report = fit_report.Report(self._folder)
         self._number = 0
         self._depth = 0
+        self._warned = False  # of a callback whose state cannot be kept
 
     def __enter__(self) -> KeptFits:
         self._folder.create()
@@ -88,8 +89,9 @@ class KeptFits:
         folder = self._fits / f"{self._number:04d}"
         facts = _facts(model, arguments)
         before, own = self._recorded(folder), _own_callback(arguments)
-        if own and not before:
-            logger.info(f"WARNING: after a kill call {self._number} of fit would train again from its start: {own}")
+        if own and not before and not self._warned:
+            self._warned = True
+            logger.info(f"WARNING: after a kill, calls of fit as this one train again from their start: {own}")
         if before:
             _check_same(self._number, facts, before["facts"], self._options.resume_changed)
             why = own or (before["end"] is not None and _consumed(arguments))
@@ -226,10 +228,8 @@ def _callbacks(arguments: Mapping[str, Any]) -> list[keras.callbacks.Callback]:
 
 def _own_callback(arguments: Mapping[str, Any]) -> str:
     """Returns why what a callback has gathered cannot be restored, if so: that of the script's own may be anywhere."""
-    for callback in _callbacks(arguments):
-        theirs = type(callback).__module__.partition(".")[0] in ("keras", "tfdist")
-        if isinstance(callback, keras.callbacks.LambdaCallback) or not (theirs or hasattr(callback, "get_state")):
-            return f"{type(callback).__name__} is a callback of its own, without get_state and set_state"
+    for callback in filter(training_run.starts_anew, _callbacks(arguments)):
+        return f"{type(callback).__name__} is a callback of its own, without get_state and set_state"
     return ""
 
 
