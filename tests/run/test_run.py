@@ -211,6 +211,25 @@ model.fit(x, x, verbose=0)
 
 
 @pytest.mark.faults
+def test_a_finished_call_has_stopped_again_and_needs_its_record(script, tmp_path):
+    """`stop_training` was False after a restart; and a call without its record was taken for one that is new."""
+    (tmp_path / "own.py").write_text("""
+import keras, numpy as np
+x, model = np.ones((8, 2)), keras.Sequential([keras.layers.Dense(2)])
+model.compile("sgd", "mse")
+model.fit(x, x, epochs=9, verbose=0, callbacks=[keras.callbacks.EarlyStopping("loss", min_delta=9, patience=1)])
+print(model.stop_training)
+""")
+    flags, program = ("--strategy=default", "--workdir=kept"), ("own.py",)
+    assert [script(*flags, program=program).stdout for _ in range(2)] == ["True\n"] * 2
+    record = tmp_path / "kept" / "fits" / "0001" / "call.json"
+    for damage in (lambda: os.truncate(record, 100), record.unlink):
+        damage()
+        done = script(*flags, program=program)
+        assert done.returncode == 2 and "fits/0001/call.json is missing or damaged: put it back, or" in done.stderr
+
+
+@pytest.mark.faults
 def test_what_only_the_script_knows_of_a_finished_call_is_made_again(script, tmp_path):
     """A callback's own attributes, and a generator that later calls go on with."""
     (tmp_path / "own.py").write_text("""

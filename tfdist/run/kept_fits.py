@@ -150,7 +150,11 @@ class KeptFits:
 
     def _recorded(self, folder: pathlib.Path) -> dict[str, Any] | None:
         """Returns the chief's record of a call, if there is one, on all workers."""
-        record = files.read_object(folder / RECORD) if self._distribution.is_chief else None
+        path, record = folder / RECORD, None
+        if self._distribution.is_chief and (path.exists() or files.newest_first(folder)):
+            record = files.read_object(path)
+            if not record or {"facts", "begin", "end"} - record.keys():
+                raise UserError(f"{path} is missing or damaged", "put it back, or use --resume=never")
         return self._distribution.peers.gather(f"call {folder.name} of fit", record)[0]
 
     def _begin_random(self, folder: pathlib.Path, facts: dict[str, str], before: dict[str, Any] | None) -> None:

@@ -87,6 +87,7 @@ class FitLoop:
         start = self._position
         self._prepare_calls()
         self._position = self._checkpoints.begin(start, rollback=self._options.on_nonfinite == "rollback")
+        self._model.stop_training = self._position.stopped  # scripts ask it afterwards
         self._sync_check.check_if_due(self._model, self._position.update)
         if self._goes_on():
             self._reader.catch_up(self._position.epoch - start.epoch, self._position.update - start.update)
