@@ -191,22 +191,27 @@ def test_a_call_that_has_changed_is_not_continued(script):
     ("'tanh'", "'relu'", "call 1 of fit cannot continue: "),
     ("optimizer='sgd'", "optimizer=keras.optimizers.SGD(0.3)", "call 1 of fit cannot continue: optimizer was "),
     ("y * 1.0", "y * 2.0", "call 1 of fit cannot continue: the code of the script has changed: undo the change"),
+    ("FACTOR = 1", "FACTOR = 2", "call 1 of fit cannot continue: the code of the script has changed: undo the change"),
     ("# a", "# b", ""),
 ])  # fmt: skip
 def test_a_changed_script_does_not_get_the_earlier_result(before, after, complaint, script, tmp_path):
     text = """
-import keras, numpy as np
+import sys; sys.path.append("elsewhere")
+import keras, numpy as np, distant
 x = np.ones((8, 2))
 def loss(y, p): return keras.ops.abs(p - y * 1.0)  # a
 model = keras.Sequential([keras.layers.Dense(2, 'tanh')])
 model.compile(loss=loss, optimizer='sgd')
 model.fit(x, x, verbose=0)
 """
-    for content, code, line in ((text, 0, ""), (text.replace(before, after), 2 if complaint else 0, complaint)):
-        (tmp_path / "own.py").write_text(content)
-        done = script("--strategy=default", "--workdir=kept", program=("own.py",))
+    for folder in "elsewhere", "here":
+        (tmp_path / folder).mkdir()
+    for old, new, code, line in (("", "", 0, ""), (before, after, 2 if complaint else 0, complaint)):
+        (tmp_path / "elsewhere" / "distant.py").write_text("FACTOR = 1".replace(old, new))
+        (tmp_path / "here" / "own.py").write_text(text.replace(old, new))
+        done = script("--strategy=default", "--workdir=kept", program=("here/own.py",))
         assert done.returncode == code and line in done.stderr, done.stderr
-    resumed = script("--strategy=default", "--workdir=kept", "--resume_changed", program=("own.py",))
+    resumed = script("--strategy=default", "--workdir=kept", "--resume_changed", program=("here/own.py",))
     assert resumed.returncode == 0 and ("WARNING: call 1 of fit continues though" in resumed.stderr) == bool(complaint)
 
 

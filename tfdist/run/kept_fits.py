@@ -30,6 +30,7 @@ from tfdist.errors import Interrupted, UserError, one_line
 from tfdist.keras_bridge import keras_internals
 from tfdist.monitoring import fit_report
 from tfdist.trainer.worker_session import Signals
+from tfdist.verification import user_code
 
 FITS = "fits"
 RECORD = "call.json"
@@ -210,14 +211,10 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _code_digest() -> str:
-    """Returns a digest of the script and of the modules beside it, which comments and line breaks do not change."""
-    folder = pathlib.Path(sys.path[0] or ".").resolve()
-    paths = {pathlib.Path(getattr(module, "__file__", None) or "").resolve() for module in [*sys.modules.values()]}
-    digest = hashlib.sha256()
-    for path in sorted(path for path in paths if path.suffix == ".py" and path.is_relative_to(folder)):
-        if not any(path.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix)):
-            digest.update(_syntax(path))
-    return digest.hexdigest()[:16]
+    """Returns a digest of the user's modules that are loaded, which comments and line breaks do not change."""
+    names = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
+    paths = {pathlib.Path(name).resolve() for name in names if name.endswith(".py") and user_code.is_users(name)}
+    return hashlib.sha256(b"".join(map(_syntax, sorted(filter(pathlib.Path.is_file, paths))))).hexdigest()[:16]
 
 
 @functools.cache

@@ -51,7 +51,7 @@ def digest(roots: Iterable[object]) -> str:
     for name in modules:
         if name not in files:
             raise OSError(f"the source of {name} is not in a file")
-    ours = {file for name, file in files.items() if _is_users(file) or _package(name) in packages - {"__main__"}}
+    ours = {file for name, file in files.items() if is_users(file) or _package(name) in packages - {"__main__"}}
     # Not their paths, which are others on another machine, nor their names: the same file may have two.
     contents = sorted({hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest() for file in ours})
     return hashlib.sha256("\n".join([*contents, *constants]).encode()).hexdigest()
@@ -64,9 +64,10 @@ def _package(module: str) -> str:
 _FOLDERS = (str(pathlib.Path(tfdist.__file__).parent), *map(sysconfig.get_path, ("stdlib", "platstdlib")))
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Returns whether a file of code belongs to no library that is installed, and is none that AutoGraph has made."""
     path = pathlib.Path(file)
-    installed = {"site-packages", "dist-packages"} & set(path.parts)
+    installed = {"site-packages", "dist-packages"} & {*path.parts} or path.name.startswith("__autograph_generated_")
     return not installed and not any(path.is_relative_to(folder) for folder in _FOLDERS)
 
 
