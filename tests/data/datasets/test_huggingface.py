@@ -154,6 +154,27 @@ def test_labels_that_are_not_told(tmp_path):
         tfdist.load_data(f"hf:{tmp_path / 'd'}", train_split="train", eval_split="train")
 
 
+@pytest.mark.parametrize("types, names, values, message", [
+    (("int64", "float64"), ("ab", "ab"), [0.25], "x is int64 in train, and float64 in another split: make them alike"),
+    (("int64", "uint8"), ("ab", "ab"), [3], "x is int64 in train, and uint8 in another split: make them alike"),
+    (("int8", "int8"), ("ab", "ba"), [3], "class 'a' of y in train has the number of 'b' in another split: make the C"),
+    (("float32", "float64"), ("ab", None), [0.25], ""),
+])  # fmt: skip
+def test_splits_that_are_stored_in_other_ways(types, names, values, message, tmp_path):
+    """Inputs would be cast to those of the first split, and its classes be other ones."""
+    made = {}
+    for split, kind, labels in zip(("test", "train"), types[::-1], names[::-1]):
+        label = datasets.ClassLabel(names=list(labels)) if labels else datasets.Value("int8")
+        features = datasets.Features(x=datasets.List(datasets.Value(kind)), y=label)
+        made[split] = datasets.Dataset.from_dict({"x": [values], "y": [1]}, features)
+    datasets.DatasetDict(made).save_to_disk(tmp_path / "d")
+    load = lambda: tfdist.load_data(f"hf:{tmp_path / 'd'}", options="x=x, y=y", train_split="test", eval_split="train")
+    if not message:
+        return np.testing.assert_array_equal(columns_of(load().eval)[0], [values])
+    with refused(message):
+        load()
+
+
 def test_a_dry_run_downloads_nothing(monkeypatch):
     asked = []
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)

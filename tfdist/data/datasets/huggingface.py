@@ -139,10 +139,18 @@ def loaded(what: str, by_split: Mapping[str, Any], splits: Mapping[str, str], op
     features = train[0][0].features
     x, y = _columns(features, options, what)
     weights = [options["weight"]] if "weight" in options else []
-    for data, _ in (*train, *evaluation):
-        if missing := [column for column in (x, y, *weights) if column not in data.features]:
-            raise UserError(f"{what}: a split has no column {missing[0]!r}: it has {', '.join(data.features)}")
     names = getattr(features[y], "names", None) or ()
+    for split in sorted(named(splits.values())):
+        other = by_split[split].features
+        if missing := [column for column in (x, y, *weights) if column not in other]:
+            raise UserError(f"{what}: {split} has no column {missing[0]!r}: it has {', '.join(other)}")
+        its, usual = _stored(other[x]), _stored(features[x])
+        if its != usual and {its[:5], usual[:5]} != {"float"}:
+            raise UserError(f"{what}: {x} is {its} in {split}, and {usual} in another split", "make them alike")
+        pairs = itertools.zip_longest(getattr(other[y], "names", names), names)
+        if odd := [pair for pair in pairs if names and len(set(pair)) > 1]:
+            is_not = f"class {odd[0][0]!r} of {y} in {split} has the number of {odd[0][1]!r} in another split"
+            raise UserError(f"{what}: {is_not}", "make the ClassLabel alike")
     target_options: Options = {name: options[name] for name in ("classes", "classify") if name in options}
     if names and target_options.get("classify") is not False:
         target_options.setdefault("classes", len(names))
@@ -212,7 +220,7 @@ def _columns(features: Mapping[str, Any], options: Options, what: str) -> tuple[
             raise UserError(f"data.options: there is no column {name!r} for {column} in {what}: it has {listed}")
         chosen[column] = name
     x = features[chosen["x"]]
-    if kinds[chosen["x"]] != "Image" and not _is_numeric(x):
+    if kinds[chosen["x"]] != "Image" and not _stored(x).startswith(("int", "uint", "float", "bool")):
         raise UserError(
             f"{what}: the input {chosen['x']} is {_kind(x)}: only images and numbers can be trained on: {listed}"
         )
@@ -224,12 +232,10 @@ def _kind(feature: object) -> str:
     return str(dtype) if type(feature).__name__ == "Value" else type(feature).__name__
 
 
-def _is_numeric(feature: Any) -> bool:
-    """Returns whether a feature is a number, or a list or an array of them."""
+def _stored(feature: Any) -> str:
+    """Returns the type of a feature, or of the elements of a list or an array, as `datasets` names it."""
     inner = getattr(feature, "feature", None)
-    if inner is not None:
-        return _is_numeric(inner)
-    return str(getattr(feature, "dtype", "")).startswith(("int", "uint", "float", "bool"))
+    return str(getattr(feature, "dtype", "")) if inner is None else _stored(inner)
 
 
 def _as_arrow(data: Any, column: str) -> Any:
