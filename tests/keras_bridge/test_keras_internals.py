@@ -24,6 +24,7 @@ PACKAGE = pathlib.Path(tfdist.__file__).parent
 INTERNALS = [PACKAGE / "keras_bridge" / "keras_internals.py"]
 PRIVATE_OF_OTHERS = {
     "_exit",  # os
+    "_generate_examples",  # which every builder of `datasets` implements, in data/datasets/huggingface.py
     "_get_function",  # TensorFlow's graph, in monitoring/flops.py
     "_initialize_local_devices",  # TensorFlow's strategy, in distributed/strategies/multi_worker.py
 }

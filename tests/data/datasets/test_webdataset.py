@@ -144,6 +144,23 @@ def test_what_does_not_fit(files, options, message, tmp_path):
         tfdist.load_data(f"webdataset:{path}", options=options, cache="memory", **ALL)
 
 
+@pytest.mark.parametrize("last, wrong", [
+    (dict(json=b'{"a": 2.5, "b": [0.5, 1]}'), "json.a"), (dict(json=b'{"a": 3.0, "b": [0, 1.5]}'), ""),
+    (dict(npy=npy(np.float32([2, -1.09]))), "npy"), (dict(npy=npy(np.int64([300, 2]))), "npy"),
+    (dict(json=b'{"a": 1, "b": [1], "c": "false"}'), "json.c"),
+])  # fmt: skip
+def test_numbers_that_are_not_like_the_first(last, wrong, tmp_path):
+    usual = dict(npy=npy(np.uint8([1, 2])), cls=b"1", json=b'{"a": 1, "b": [0.5, 2.0], "c": true}')
+    rows = [*[usual] * 7, usual | last]
+    path = write(tmp_path / "t.tar", [(f"{i}.{end}", row[end]) for i, row in enumerate(rows) for end in row])
+    load = lambda: tfdist.load_data(f"webdataset:{path}", options="x=npy, y='json.a'", cache="memory", **ALL)
+    if not wrong:
+        return np.testing.assert_array_equal(load().train.columns[1], [1] * 7 + [3])
+    for _ in range(2):  # nothing is kept that a second run would take
+        with refused(f"cannot be opened: {wrong} of 7 in {path} is of another type than the first: write them"):
+            load()
+
+
 def test_files_that_cannot_be_read(tmp_path, tars):
     def no(name, message):
         with refused(message):

@@ -4,7 +4,7 @@ import glob
 import itertools
 import os
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -23,6 +23,7 @@ from tfdist.errors import UserError, one_line
 COLUMNS = ("x", "y", "weight")
 OPTIONS = (*COLUMNS, "classes", "classify", "channels", "max_pixels")
 
+NUMBERS = ("int", "uint", "float", "bool")
 _END = 1024  # bytes of zeros at the end of a tar file
 
 Part = tuple[Any, np.ndarray]  # a split as `datasets` has it, and which of its rows
@@ -61,6 +62,8 @@ def load_tars(path: str, splits: Mapping[str, str], options: Options, free: bool
         if not os.path.isdir(builder.cache_dir):
             for one in itertools.chain(*needed.values()):
                 _check_headers(one)
+        generate = builder._generate_examples  # what every builder implements
+        builder._generate_examples = lambda **files: _exact(generate(**files), builder.info.features)
         builder.download_and_prepare()
         return builder.as_dataset().flatten()
 
@@ -104,6 +107,26 @@ def _check_headers(path: str) -> None:
             raise UserError(f"{path} has a damaged header at byte {tar.offset}", "copy or write it again")
 
 
+def _exact(keyed: Iterable[tuple[object, dict]], features: dict) -> Iterator[tuple[object, dict]]:
+    """Refuses examples with numbers that the types of the first ones would change: `datasets` makes 2 of 2.5."""
+    for number, example in keyed:
+        if changed := next(_changed(example, features, ""), ""):
+            raise ValueError(
+                f"{changed} of {example['__key__']} in {example['__url__']} is of another type than the first"
+            )
+        yield number, example
+
+
+def _changed(value: Any, feature: Any, name: str) -> Iterator[str]:
+    if isinstance(feature, dict):
+        for key in feature if isinstance(value, dict) else ():
+            yield from _changed(value.get(key), feature[key], f"{name}.{key}".lstrip("."))
+    elif (stored := _stored(feature)).startswith(NUMBERS):
+        numbers = np.asarray([v for v in keras.tree.flatten(value) if v is not None])
+        if not ((numbers.astype(stored) == numbers) | (numbers != numbers)).all():
+            yield name
+
+
 def opened(what: str, open_with: Callable[[Any], Any], hint: str, prepare: bool) -> dict[str, Any]:
     """Returns the splits by name, of what open_with(datasets) returns; `prepare=False` to refuse to download."""
     if not prepare:  # read when the package is imported
@@ -136,7 +159,8 @@ def loaded(what: str, by_split: Mapping[str, Any], splits: Mapping[str, str], op
         for field, text in splits.items()
     }
     train, evaluation = parts.values()
-    features = train[0][0].features
+    data, rows = train[0]
+    features = data.features
     x, y = _columns(features, options, what)
     weights = [options["weight"]] if "weight" in options else []
     names = getattr(features[y], "names", None) or ()
@@ -161,7 +185,6 @@ def loaded(what: str, by_split: Mapping[str, Any], splits: Mapping[str, str], op
     )
     names = tuple(names) if classes else ()
     name = lambda data, row: _key(data, row) or f"example {row} of {what}"
-    data, rows = train[0]
     both = [Parts([(_as_arrow(data, x), rows) for data, rows in part]) for part in (train, evaluation)]
     if type(features[x]).__name__ == "Image":
         pictures = image_decoding.Pictures.of(options)
@@ -178,7 +201,7 @@ def loaded(what: str, by_split: Mapping[str, Any], splits: Mapping[str, str], op
         spec = Spec(shape, dtype.name, classes, maximum, names)
 
         def numbers(table: Any, rows: np.ndarray) -> np.ndarray:
-            values = _numbers(table[rows], x, what)
+            values = _dense(table[rows].column(x), f"{what}: {x}")
             if (values.shape[1:] or (1,)) != shape:
                 raise ValueError(f"its shape is {list(values.shape[1:])} and that of the first {list(shape)}")
             return values.reshape(-1, *shape)
@@ -220,7 +243,7 @@ def _columns(features: Mapping[str, Any], options: Options, what: str) -> tuple[
             raise UserError(f"data.options: there is no column {name!r} for {column} in {what}: it has {listed}")
         chosen[column] = name
     x = features[chosen["x"]]
-    if kinds[chosen["x"]] != "Image" and not _stored(x).startswith(("int", "uint", "float", "bool")):
+    if kinds[chosen["x"]] != "Image" and not _stored(x).startswith(NUMBERS):
         raise UserError(
             f"{what}: the input {chosen['x']} is {_kind(x)}: only images and numbers can be trained on: {listed}"
         )
@@ -243,16 +266,12 @@ def _as_arrow(data: Any, column: str) -> Any:
     return data.select_columns([column]).with_format("arrow")
 
 
-def _numbers(table: Any, column: str, what: str) -> np.ndarray:
-    """Returns a column of numbers of a table of Arrow."""
-    return _dense(table.column(column).combine_chunks(), f"{what}: {column}")
-
-
 def _dense(values: Any, what: str) -> np.ndarray:
+    """Returns a column of numbers of Arrow."""
     import pyarrow as pa
     from pyarrow import compute
 
-    if isinstance(values, pa.ChunkedArray):  # of no chunks
+    if isinstance(values, pa.ChunkedArray):
         values = pa.concat_arrays(values.chunks) if values.num_chunks else pa.array([], values.type)
     if isinstance(values, pa.ExtensionArray):
         values = values.storage
@@ -275,14 +294,13 @@ def _dense(values: Any, what: str) -> np.ndarray:
 def _column(parts: Sequence[Part], column: str, what: str) -> np.ndarray:
     """Returns a column of numbers of all parts, in memory."""
     tables = [_as_arrow(data, column)[int(rows[0]) : int(rows[-1]) + 1] for data, rows in parts]
-    return np.concatenate([_numbers(table, column, what) for table in tables])
+    return np.concatenate([_dense(table.column(column), f"{what}: {column}") for table in tables])
 
 
 def _contents(value: dict[str, Any] | None) -> bytes:
     """Returns the bytes of an image, which may be in a file of its own; none where it has none."""
-    if not value or (value.get("bytes") is None and not value.get("path")):
-        return b""
-    if value.get("bytes") is not None:
-        return value["bytes"]
-    with open(value["path"], "rb") as file:
-        return file.read()
+    value = value or {}
+    if value.get("bytes") is None and value.get("path"):
+        with open(value["path"], "rb") as file:
+            return file.read()
+    return value.get("bytes") or b""
