@@ -363,6 +363,18 @@ def test_data_that_the_model_was_not_trained_for(changes, message):
         compatibility.check_data(config.Experiment(), spec(**changes), spec())
 
 
+@pytest.mark.parametrize("cache", ["memory", "stream"])
+def test_fractions_for_a_classifier(cache, after, trained):
+    """A loss would take 0.9 for class 0."""
+    for end in "xy":
+        (trained / "d").mkdir(exist_ok=True)
+        np.save(trained / "d" / f"{end}.npy", np.zeros((4, 8, 8, 1), "uint8") if end == "x" else np.full(4, 0.9))
+    data = ("--config.data.name=numpy:d", "--config.data.eval_split=train", f"--config.data.cache={cache}")
+    done = after("tfdist.predict" if cache == "stream" else "tfdist.evaluate", "--workdir=run", "--output=-", *data)
+    assert done.returncode == 2 and not done.stdout
+    assert "the model classifies, and the targets are not whole numbers: choose other data" in done.stderr
+
+
 def test_a_table_with_other_statistics():
     from tfdist.data.spec import Column
 

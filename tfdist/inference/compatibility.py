@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from tfdist.data.spec import Spec
 
 
-def check_data(experiment: config.Experiment, spec: Spec, trained: Spec) -> None:
-    """Raises UserError if the data have other inputs, classes or columns than those that the model was trained on."""
+def check_data(experiment: config.Experiment, spec: Spec, trained: Spec, targets: object = None) -> None:
+    """Raises UserError if data have other inputs, targets or columns than those that the model was trained on."""
     what = f"data.name={experiment.data.name!r}"
     for name, mine, its in (("shape", list(spec.shape), list(trained.shape)), ("type", spec.dtype, trained.dtype)):
         if mine != its:
@@ -29,6 +29,8 @@ def check_data(experiment: config.Experiment, spec: Spec, trained: Spec) -> None
     if trained.classes is not None and (spec.classes or 0) > trained.classes:
         why = f"{what} has {spec.classes} classes, the model was trained on {trained.classes}"
         raise UserError(why, "choose other data")
+    if trained.classes is not None and spec.classes is None and "float" in str(getattr(targets, "dtype", "")):
+        raise UserError(f"{what}: the model classifies, and the targets are not whole numbers", "choose other data")
     if spec.columns != trained.columns:
         pairs = zip(spec.columns, trained.columns)
         odd_one = next((mine.name for mine, its in pairs if mine != its), f"there are {len(spec.columns)}")

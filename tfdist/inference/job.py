@@ -138,7 +138,7 @@ def _ready(
             distribution.peers, experiment.data, lambda: registry.load(experiment, hold_out=not other_data)
         )
     if trained_for:
-        compatibility.check_data(experiment, data.spec, trained_for)
+        compatibility.check_data(experiment, data.spec, trained_for, *data.eval.specs[1:2])
         data = dataclasses.replace(data, spec=trained_for)
     if requested.model:
         with distribution.scope():
