@@ -205,7 +205,8 @@ class Eval:
     every: str = "1 epoch"
     """How often to evaluate: a duration in whole epochs; the end is always evaluated."""
     batch_size: int = 256
-    """Examples that are evaluated at a time, over all replicas; the numbers do not depend on it."""
+    """Examples that are evaluated at a time, over all replicas. A loss with sample weights or masks depends on it as in
+    Keras: it is the mean over batches by their examples. So may losses and metrics that look across a batch."""
 
 
 @dataclasses.dataclass(slots=True)
