@@ -200,7 +200,7 @@ import sys; sys.path.append("elsewhere")
 import keras, numpy as np, distant
 x = np.ones((8, 2))
 def loss(y, p): return keras.ops.abs(p - y * 1.0)  # a
-model = keras.Sequential([keras.layers.Dense(2, 'tanh')])
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, 'tanh')])  # without a seed, other weights
 model.compile(loss=loss, optimizer='sgd')
 model.fit(x, x, verbose=0)
 """
@@ -213,6 +213,37 @@ model.fit(x, x, verbose=0)
         assert done.returncode == code and line in done.stderr, done.stderr
     resumed = script("--strategy=default", "--workdir=kept", "--resume_changed", program=("here/own.py",))
     assert resumed.returncode == 0 and ("WARNING: call 1 of fit continues though" in resumed.stderr) == bool(complaint)
+
+
+@pytest.mark.faults
+def test_what_the_script_reads_from_elsewhere_is_compared(script, tmp_path):
+    """Trainings with settings of two kinds were mixed, since the code was the same."""
+    (tmp_path / "own.py").write_text("""
+import os, keras, numpy as np
+n = {"x": 1, "v": 1, "start": 1, "patience": 9, "delta": 1, "alpha": 1, "rate": 1} | eval(os.environ["NEW"])
+class Mine(keras.Model):
+    def __init__(self, alpha):
+        super().__init__()
+        self.alpha, self.dense = alpha, keras.layers.Dense(2)
+    def call(self, x):
+        return self.dense(x) * self.alpha
+keras.utils.set_random_seed(1)
+x, v, model = np.ones((5000, 2), "float32"), np.ones((500, 2), "float32"), Mine(n["alpha"])
+x[1234], v[77] = n["x"], n["v"]
+model(x)
+model.set_weights([w * n["start"] for w in model.get_weights()])
+model.compile("sgd", keras.losses.Huber(n["delta"]))
+stop, factor = keras.callbacks.EarlyStopping(patience=n["patience"]), n["rate"]
+rates = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * factor)
+model.fit(x, x, batch_size=1000, validation_data=(v, v), verbose=0, callbacks=[stop, rates])
+""")
+    said = []
+    for new in ({}, {}, *({name: 2} for name in ("x", "v", "start", "patience", "delta", "alpha", "rate"))):
+        done = script("--strategy=default", "--workdir=kept", program=("own.py",), NEW=str(new))
+        said += re.findall("cannot continue: the (.*) has changed: undo", done.stderr) or [done.returncode]
+    data, setup = "content of ", "setup of the "
+    assert said == [0, 0, f"{data}x", f"{data}validation_data", "starting state of the model", f"{setup}callbacks",
+                    f"{setup}model", f"{setup}model", f"{setup}callbacks"]  # fmt: skip
 
 
 @pytest.mark.faults

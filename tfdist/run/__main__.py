@@ -20,7 +20,14 @@ from tfdist.config.runtime_options import PlacementOptions, ResumeOptions
 from tfdist.errors import UserError
 from tfdist.run.program import Options, Program
 
-_LAUNCH = ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "max_restarts")
+_LAUNCH = {
+    "nproc_per_node": "Worker processes on this machine, or auto for one per GPU.",
+    "nnodes": "Machines, N or MIN:MAX; run the command on each.",
+    "node_rank": "Which of them this is, from 0 on.",
+    "master_addr": "Address of node 0.",
+    "master_port": "Port there.",
+    "max_restarts": "Restarts of all workers after a failure.",
+}
 _USAGE = "write tfdist run [flags] SCRIPT [arguments], or -m MODULE [arguments]"
 
 
@@ -33,14 +40,7 @@ def _define_flags() -> None:
     flags.DEFINE_enum("sync_batch_norm", "on", ("on", "off"), "BatchNormalization over all replicas, or each alone.")
     flags.DEFINE_enum("show", "chief", ("chief", "all"), "Whose standard output is shown.")
     flags.DEFINE_string("checkpoint_every", "60 seconds", "Time between checkpoints of a fit, such as 5 minutes.")
-    for name, text in (
-        ("nproc_per_node", "Worker processes on this machine, or auto for one per GPU."),
-        ("nnodes", "Machines, N or MIN:MAX; run the command on each."),
-        ("node_rank", "Which of them this is, from 0 on."),
-        ("master_addr", "Address of node 0."),
-        ("master_port", "Port there."),
-        ("max_restarts", "Restarts of all workers after a failure."),
-    ):
+    for name, text in _LAUNCH.items():
         flags.DEFINE_string(name, None, text)
 
 

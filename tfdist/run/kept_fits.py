@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import inspect
 import json
 import os
 import pathlib
@@ -22,7 +23,7 @@ from tfdist.checkpoints import files, training_run
 from tfdist.checkpoints.manager import Checkpoints
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster import discovery
-from tfdist.config import buckets
+from tfdist.config import buckets, cpu_kernels
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import ResumeOptions
 from tfdist.distributed.distribution import Distribution
@@ -34,19 +35,14 @@ from tfdist.verification import user_code
 
 FITS = "fits"
 RECORD = "call.json"
+STARTING = "the starting state of the model"
 MOST_BYTES = 10 << 30  # of the states of finished calls; those before the newest that fit in are trained again
 _SETTINGS = (
-    "batch_size",
-    "epochs",
-    "initial_epoch",
-    "steps_per_epoch",
-    "shuffle",
-    "class_weight",
-    "validation_split",
-    "validation_steps",
-    "validation_batch_size",
-    "validation_freq",
+    *("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "shuffle", "class_weight", "validation_split"),
+    *("validation_steps", "validation_batch_size", "validation_freq"),
 )
+_syntax = functools.cache(lambda path: ast.dump(ast.parse(path.read_bytes())))
+_IDLE = {"seed", "verbose", "filepath", "filename", "log_dir", "backup_dir"}  # of callbacks, which may tell the time
 
 
 class KeptFits:
@@ -88,12 +84,17 @@ class KeptFits:
             return self._reported(fit, model, arguments)
         self._number += 1
         folder = self._fits / f"{self._number:04d}"
-        facts = _facts(model, arguments)
+        where, facts = self._distribution, _facts(model, arguments)
+        place = f"{where.device_kind} {cpu_kernels.in_use()}"  # where what has been computed has the same bits
+        facts["place"] = f"{place} {where.name} {where.replicas}" if self._number > 1 else place
+        facts = where.peers.gather("a call of fit", facts)[0]
         before, own = self._recorded(folder), _own_callback(arguments)
         if own and not before and not self._warned:
             self._warned = True
             logger.info(f"WARNING: after a kill, calls of fit as this one train again from their start: {own}")
         if before:
+            if before["begin"] != _random_state():  # which it says, and makes other weights in a script without a seed
+                facts |= {name: fact for name, fact in before["facts"].items() if name == STARTING}
             _check_same(self._number, facts, before["facts"], self._options.resume_changed)
             why = own or (before["end"] is not None and _consumed(arguments))
             if why:
@@ -101,13 +102,11 @@ class KeptFits:
                 if self._distribution.is_chief:
                     files.prune(folder, set())
         self._begin_random(folder, facts, before)
-        changed = self._options.resume_changed
-        kept = Checkpoints(folder, every=self._every, keep=2, resume="auto", changed=changed)
+        kept = Checkpoints(folder, every=self._every, keep=2, changed=self._options.resume_changed)
         self._depth += 1
         try:
             with self._distribution.peers.seeing_signals(), Signals() as signals:
-                options = {"checkpoints": kept, "should_stop": signals.reason}
-                history = self._reported(fit, model, arguments | options)
+                history = self._reported(fit, model, arguments | {"checkpoints": kept, "should_stop": signals.reason})
         except Interrupted as stopped:
             how = f"trains call {self._number} of fit again" if own else "continues from there"
             logger.info(f"{stopped}: the same command {how}")
@@ -115,7 +114,7 @@ class KeptFits:
         finally:
             self._depth -= 1
         self._end_random(folder, facts, before)
-        if self._distribution.is_chief:
+        if where.is_chief:
             self._prune(folder)
         return history
 
@@ -136,18 +135,9 @@ class KeptFits:
             raise
 
     def finish(self, code: int) -> None:
-        """Ends the report of a script with this exit code, and warns of recorded calls that it no longer makes."""
+        """Ends the report of a script with this exit code."""
         if self._distribution.is_chief:
             self._report.end({0: "completed", 143: "preempted"}.get(code, "failed"), self._distribution)
-        if code:
-            return
-        folders = sorted(self._fits.glob("[0-9]*")) if self._distribution.is_chief else []
-        gone = [path.name for path in folders if int(path.name) > self._number]
-        if gone:
-            logger.info(
-                f"WARNING: {self._fits} holds call {', '.join(gone)} of fit, which the script no longer makes: what it "
-                "trained is not used"
-            )
 
     def _recorded(self, folder: pathlib.Path) -> dict[str, Any] | None:
         """Returns the chief's record of a call, if there is one, on all workers."""
@@ -164,10 +154,7 @@ class KeptFits:
         if before is None:
             self._write(folder, {"facts": facts, "begin": now, "end": None})
         elif before["begin"] != now:
-            logger.info(
-                f"the script has drawn other random numbers before call {self._number} of fit than when it first "
-                "began: what it made of them may differ"
-            )
+            logger.info(f"the script drew other random numbers before call {self._number} of fit: its data may differ")
             _set_random_state(before["begin"])
 
     def _end_random(self, folder: pathlib.Path, facts: dict[str, str], before: dict[str, Any] | None) -> None:
@@ -195,16 +182,20 @@ class KeptFits:
 
 def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
     """Returns what must be the same when a call of `fit` is continued."""
-    facts = {"code": _code_digest(), "arguments": str(sys.argv[1:])}
+    facts = {"the code of the script": _code_digest(), "arguments": str(sys.argv[1:])}
     facts |= {name: str(arguments[name]) for name in _SETTINGS if arguments.get(name) is not None}
-    facts["validation_data"] = "none" if arguments.get("validation_data") is None else "given"
-    facts["callbacks"] = str([type(callback).__name__ for callback in _callbacks(arguments)])
-    facts["model"] = type(model).__name__
-    with contextlib.suppress(Exception):  # of a class of its own, whose code is compared
-        facts["model"] += f" {hashlib.sha256(model.to_json().encode()).hexdigest()[:16]}"
-    facts["weights"] = str([tuple(variable.shape) for variable in model.variables])
+    losses = keras.tree.flatten(model.loss) if model.compiled else []  # whose `get_config` leaves numbers out
+    parts = [*keras_internals.flat_layers(model), *losses, *(getattr(loss, "__dict__", "") for loss in losses)]
+    with contextlib.suppress(Exception):  # of what cannot be saved
+        parts.append(model.get_compile_config())
+    kept = [callback for callback in _callbacks(arguments) if not training_run.starts_anew(callback)]
+    for name, setup in ("callbacks", kept), ("model", parts):
+        with contextlib.suppress(Exception):  # of what refers to itself
+            facts[f"the setup of the {name}"] = _digest(json.dumps(setup, default=_setup, skipkeys=True))
+    data = {name: arguments.get(name) for name in ("x", "y", "sample_weight", "validation_data")}
+    facts |= {f"the content of {name}": _digest(part) for name, part in data.items() if _in_memory(part)}
+    facts[STARTING] = _digest(model.get_weights())
     if model.compiled:
-        facts["loss"] = str(keras.tree.map_structure(_name, model.loss))
         optimizer = keras_internals.inner_optimizer(model.optimizer)
         facts["optimizer"] = f"{type(optimizer).__name__} {optimizer.get_config() | {'name': ''}}"
     return facts
@@ -214,12 +205,32 @@ def _code_digest() -> str:
     """Returns a digest of the user's modules that are loaded, which comments and line breaks do not change."""
     names = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
     paths = {pathlib.Path(name).resolve() for name in names if name.endswith(".py") and user_code.is_users(name)}
-    return hashlib.sha256(b"".join(map(_syntax, sorted(filter(pathlib.Path.is_file, paths))))).hexdigest()[:16]
+    return _digest([*map(_syntax, sorted(filter(pathlib.Path.is_file, paths)))])
 
 
-@functools.cache
-def _syntax(path: pathlib.Path) -> bytes:
-    return ast.dump(ast.parse(path.read_bytes())).encode()
+def _digest(data: Any) -> str:
+    """Returns a digest of arrays, which may be larger than the memory, or of text."""
+    digest = hashlib.sha256()
+    for leaf in keras.tree.flatten(data):
+        column = leaf if getattr(leaf, "shape", ()) else [leaf]
+        rows = max(1, (1 << 24) // max(1, np.asarray(column[:1]).nbytes))
+        for part in (np.asarray(column[i : i + rows]) for i in range(0, len(column), rows)):
+            digest.update(repr(part.tolist()).encode() if part.dtype.kind in "OU" else part.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _setup(thing: Any) -> object:
+    """Returns what a function reads, or what an object was made with, as far as it tells."""
+    if inspect.isfunction(thing):
+        read = inspect.getclosurevars(thing)
+        return {name: value for name, value in {**read.globals, **read.nonlocals}.items() if not callable(value)}
+    made: dict[str, Any] = {"": type(thing).__name__}
+    with contextlib.suppress(Exception):
+        names = inspect.signature(type(thing)).parameters
+        made |= {name: getattr(thing, name, None) for name in names if name not in _IDLE}
+    with contextlib.suppress(Exception):
+        made["config"] = thing.get_config()
+    return made
 
 
 def _callbacks(arguments: Mapping[str, Any]) -> list[keras.callbacks.Callback]:
@@ -229,42 +240,35 @@ def _callbacks(arguments: Mapping[str, Any]) -> list[keras.callbacks.Callback]:
 
 def _own_callback(arguments: Mapping[str, Any]) -> str:
     """Returns why what a callback has gathered cannot be restored, if so: that of the script's own may be anywhere."""
-    for callback in filter(training_run.starts_anew, _callbacks(arguments)):
-        return f"{type(callback).__name__} is a callback of its own, without get_state and set_state"
-    return ""
+    odd = [type(callback).__name__ for callback in _callbacks(arguments) if training_run.starts_anew(callback)]
+    return f"{odd[0]} is a callback of its own, without get_state and set_state" if odd else ""
 
 
 def _consumed(arguments: Mapping[str, Any]) -> str:
     """Returns why a call that is left out would change the data of later ones, if so: other data than arrays may."""
-    for name in ("x", "validation_data"):
-        data = arguments.get(name)
-        plain = (int, float, str, type(None))
-        if not all(hasattr(leaf, "__array__") or isinstance(leaf, plain) for leaf in keras.tree.flatten(data)):
-            return f"{name} is a {type(data).__name__}, whose next pass may be another"
-    return ""
+    odd = [name for name in ("x", "validation_data") if not _in_memory(arguments.get(name))]
+    return f"{odd[0]} is a {type(arguments[odd[0]]).__name__}, whose next pass may be another" if odd else ""
 
 
-def _name(thing: object) -> str:
-    return thing if isinstance(thing, str) else str(getattr(thing, "name", getattr(thing, "__name__", thing)))
+def _in_memory(data: Any) -> bool:
+    leaves = keras.tree.flatten(data)
+    return all(hasattr(leaf, "__array__") or isinstance(leaf, int | float | str | None) for leaf in leaves)
 
 
 def _check_same(number: int, here: Mapping[str, str], there: Mapping[str, str], changed: bool) -> None:
     """Refuses a call that is not what was recorded, or says with `changed` that it goes on all the same."""
-    # What else has changed says more than that the code has; a digest of the model holds optimizer and loss.
-    names = sorted({**there, **here}, key=("model", "code").__contains__)
-    odd = [name for name in names if there.get(name) != here.get(name)]
+    # What else has changed says more than that the code has; the setup of the model holds optimizer and loss.
+    odd = [n for n in sorted({**there, **here}, key=lambda n: n.startswith("the ")) if there.get(n) != here.get(n)]
+    if here["place"] != there.get("place"):  # where other devices may have computed them, to rounding
+        odd = [name for name in odd if not name.startswith(("place", "the content", STARTING))]
     if not odd:
         return
     what = f"{odd[0]} was {there.get(odd[0], 'not given')} and is {here.get(odd[0], 'not given')}"
-    what = "the code of the script has changed" if odd[0] == "code" else what
-    if changed:
-        logger.info(f"WARNING: call {number} of fit continues though {what}")
-        return
-    raise UserError(
-        f"call {number} of fit cannot continue: {what}",
-        "undo the change, choose another --workdir, --resume=never, which sets the earlier calls aside, or "
-        "--resume_changed",
-    )
+    what = f"{odd[0]} has changed" if odd[0].startswith("the ") else what
+    if not changed:
+        ways = "choose another --workdir, --resume=never, which sets the earlier calls aside, or --resume_changed"
+        raise UserError(f"call {number} of fit cannot continue: {what}", f"undo the change, {ways}")
+    logger.info(f"WARNING: call {number} of fit continues though {what}")
 
 
 def _random_state() -> list[Any]:
