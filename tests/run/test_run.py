@@ -266,6 +266,29 @@ print(model.stop_training)
 
 
 @pytest.mark.faults
+def test_data_that_are_shuffled_at_the_end_of_an_epoch_are_trained_on_again(script, tmp_path):
+    """An interrupted call went on with the numbers of another order."""
+    data = """
+class Data(keras.utils.PyDataset):
+    order = np.arange(40)
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return x[rows := self.order[10 * i : 10 * i + 10]], y[rows]
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)
+"""
+    text = TRAIN.replace("model.fit(x, y + noise,", "model.fit(Data(),").replace("batch_size=12,", "shuffle=False,")
+    text = text.replace("def main():", f"{data}\ndef main():\n    global x, y")
+    (tmp_path / "train.py").write_text(text)
+    whole = script("--strategy=default")
+    flags = ("--strategy=default", "--workdir=kept", "--checkpoint_every=1 steps")
+    assert script(*flags, KILL="1:6").returncode == -9
+    again = script(*flags)
+    assert again.stdout == whole.stdout and "its start, with the same result: Data has an on_epoch_end" in again.stderr
+
+
+@pytest.mark.faults
 def test_what_only_the_script_knows_of_a_finished_call_is_made_again(script, tmp_path):
     """A callback's own attributes, and a generator that later calls go on with."""
     (tmp_path / "own.py").write_text("""

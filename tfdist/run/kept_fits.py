@@ -85,8 +85,8 @@ class KeptFits:
         self._number += 1
         folder = self._fits / f"{self._number:04d}"
         where, facts = self._distribution, _facts(model, arguments)
-        place = f"{where.device_kind} {cpu_kernels.in_use()}"  # where what has been computed has the same bits
-        facts["place"] = f"{place} {where.name} {where.replicas}" if self._number > 1 else place
+        of_training = f" {where.name} {where.replicas}" if self._number > 1 else ""  # whose bits depend on more
+        facts["place"] = f"{where.device_kind} {cpu_kernels.in_use()}{of_training}"
         facts = where.peers.gather("a call of fit", facts)[0]
         before, own = self._recorded(folder), _own_callback(arguments)
         if own and not before and not self._warned:
@@ -108,8 +108,7 @@ class KeptFits:
             with self._distribution.peers.seeing_signals(), Signals() as signals:
                 history = self._reported(fit, model, arguments | {"checkpoints": kept, "should_stop": signals.reason})
         except Interrupted as stopped:
-            how = f"trains call {self._number} of fit again" if own else "continues from there"
-            logger.info(f"{stopped}: the same command {how}")
+            logger.info(f"{stopped}: the same command {'trains this call again' if own else 'continues from there'}")
             raise SystemExit(143) from None
         finally:
             self._depth -= 1
@@ -239,7 +238,10 @@ def _callbacks(arguments: Mapping[str, Any]) -> list[keras.callbacks.Callback]:
 
 
 def _own_callback(arguments: Mapping[str, Any]) -> str:
-    """Returns why what a callback has gathered cannot be restored, if so: that of the script's own may be anywhere."""
+    """Returns why what a callback or the data has gathered cannot be restored, if so: it may be anywhere."""
+    for data in map(arguments.get, ("x", "validation_data")):
+        if isinstance(data, base := keras.utils.PyDataset) and type(data).on_epoch_end is not base.on_epoch_end:
+            return f"{type(data).__name__} has an on_epoch_end, whose state no checkpoint holds"
     odd = [type(callback).__name__ for callback in _callbacks(arguments) if training_run.starts_anew(callback)]
     return f"{odd[0]} is a callback of its own, without get_state and set_state" if odd else ""
 
@@ -251,8 +253,7 @@ def _consumed(arguments: Mapping[str, Any]) -> str:
 
 
 def _in_memory(data: Any) -> bool:
-    leaves = keras.tree.flatten(data)
-    return all(hasattr(leaf, "__array__") or isinstance(leaf, int | float | str | None) for leaf in leaves)
+    return all(hasattr(a, "__array__") or isinstance(a, int | float | str | None) for a in keras.tree.flatten(data))
 
 
 def _check_same(number: int, here: Mapping[str, str], there: Mapping[str, str], changed: bool) -> None:
