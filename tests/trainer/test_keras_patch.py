@@ -113,6 +113,21 @@ def test_strategies_of_a_script_are_the_running_one(patched, said):
     assert tf.distribute.MirroredStrategy is own and tf.distribute.get_strategy() is not running
 
 
+def test_a_saved_model_of_the_script_is_called_and_trained_upon(patched, tmp_path):
+    patched(2)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+    model.export(tmp_path, verbose=False)
+    loaded = keras.layers.TFSMLayer(tmp_path, call_endpoint="serve", trainable=False)
+    above = keras.Sequential([keras.Input((6,)), loaded, keras.layers.Dense(1, kernel_initializer="zeros")])
+    above.compile("sgd", "mse")
+    above.fit(X, Y, batch_size=45, verbose=0)
+    gradient = -2 * np.mean(np.asarray(model(X)) * Y[:, None], 0)
+    np.testing.assert_allclose(above.get_weights()[-2][:, 0], -0.01 * gradient, rtol=1e-5)
+    served = tf.saved_model.load(tmp_path)
+    for outputs in served.serve(X), keras.Sequential([loaded]).predict(X, verbose=0):
+        np.testing.assert_allclose(outputs, model(X), rtol=1e-6)
+
+
 def test_a_folder_that_several_workers_remove_is_gone(tmp_path):
     """As by KerasTuner's `overwrite`, whose workers meet before."""
     for number in range(300):
@@ -160,9 +175,7 @@ def test_the_latest_connection_is_patched_in(monkeypatch, connect):
 
 def test_what_another_library_has_replaced_is_not_replaced_again(connect, monkeypatch):
     monkeypatch.setattr(keras.Model, "fit", lambda model, *args: "logged", raising=False)
-    with pytest.raises(
-        tfdist.UserError, match=r"keras.Model.fit has been replaced by .*: call tfdist.patch_keras\(\) be"
-    ):
+    with pytest.raises(tfdist.UserError, match=r"keras.Model.fit has been replaced by .*: call tfdist.patch_keras\("):
         tfdist.patch_keras(connect(1))
 
 

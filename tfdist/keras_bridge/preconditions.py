@@ -79,7 +79,7 @@ def created_in_scope(model: keras.Model, distribution: Distribution) -> None:
     if shared:
         raise UserError(
             f"the weights {shared[0].path!r} were created outside of the distribution's scope",
-            "create their layer, or the model that is used as a layer, inside `with distribution.scope():`, too",
+            "create their layer in `with distribution.scope():`, too; freeze that of a SavedModel (trainable=False)",
         )
     metrics = [m for metric in model.metrics for m in getattr(metric, "metrics", [metric])]
     for kind, owners in ("optimizer", optimizers(model)), ("metric", metrics):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import os
 import pathlib
@@ -75,10 +76,8 @@ class KerasPatch:
         if "fit" in vars(keras.Model):
             # MLflow gives its function the names of Keras' own, and not its globals.
             whose = getattr(keras.Model.fit, "__globals__", {}).get("__name__", "another library").partition(".")[0]
-            raise UserError(
-                f"keras.Model.fit has been replaced by {whose}, which would no longer be called",
-                "call tfdist.patch_keras() before it, such as before mlflow.autolog()",
-            )
+            what = f"keras.Model.fit has been replaced by {whose}, which would no longer be called"
+            raise UserError(what, "call tfdist.patch_keras() before it, such as before mlflow.autolog()")
         if not self.distribution.is_chief:
             # The job has one run there, and all workers make the same calls of a model for it.
             folder = self._undo.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
@@ -100,11 +99,14 @@ class KerasPatch:
             # It makes a variable on its way, which in the scope would wait for all workers.
             for owner in keras.Model, keras.saving:
                 self._replace(owner, "load_weights", self._outside_scope(owner.load_weights))
-            # KerasTuner's `overwrite` removes one folder on each worker.
-            self._replace(tf.io.gfile, "rmtree", removing_together(tf.io.gfile.rmtree))
+            self._replace(tf.io.gfile, "rmtree", removing_together(tf.io.gfile.rmtree))  # as KerasTuner's `overwrite`
         for module in tf.distribute, tf.distribute.experimental:
             for name in filter(functools.partial(hasattr, module), _STRATEGIES):
                 self._replace(module, name, self._running(getattr(module, name)))
+        # What a SavedModel holds in several copies cannot be read outside of replicas. When Keras exports a model, it
+        # imports the module by this name, and makes another one of `tf.saved_model`.
+        saved_model = importlib.import_module("tensorflow.saved_model")
+        self._replace(saved_model, "load", keras_internals.outside_scope()(saved_model.load))
         # `keras.utils.clear_session` calls it, and a new graph has lost the scope.
         self._replace(tf.compat.v1, "reset_default_graph", self._in_scope(tf.compat.v1.reset_default_graph))
         self._scope.enter_context(self.distribution.scope())
@@ -199,9 +201,7 @@ class KerasPatch:
             arguments.setdefault("virtual_replicas", self._virtual_replicas)
             self.calls += 1
             if name == "train_on_batch" and self._keeps_fits:
-                self._log_once(
-                    "WARNING: --workdir keeps calls of fit: loops over train_on_batch start anew after a kill"
-                )
+                self._log_once("WARNING: --workdir keeps calls of fit: loops of train_on_batch start anew after a kill")
             if name != "fit":
                 return ours(model, **arguments)
             if self.distribution.workers > 1:
