@@ -22,7 +22,9 @@ def cases(text):
 
 BAD_INPUT = cases("""
 --strategy=mirored => flag --strategy=mirored: value should be one of <auto|default|mirrored|multi_worker|tpu|horovod>
---stratgy=mirrored => Unknown command line flag 'stratgy'. Did you mean: strategy ?
+--stratgy=mirrored => unknown flag --stratgy: did you mean --strategy?
+--epocs=3 => unknown flag --epocs: did you mean --config.train.epochs?
+--lr=0.1 => unknown flag --lr: did you mean --config.optimizer.learning_rate?
 --topology=v5e-8 => --topology=v5e-8 compiles ahead of time and requires --dry_run
 --dry_run --topology=v5e-9 => unknown --topology=v5e-9: did you mean 'v5e-8'? Known are v5e-1, v5e-4
 --dry_run --topology=v5e-8 --devices=0 =>

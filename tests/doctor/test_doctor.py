@@ -61,8 +61,8 @@ def found(done):
 
 
 BAD_INPUT = [
-    (["--wokdir=x"], "Unknown command line flag 'wokdir'. Did you mean: workdir ?"),
-    (["--progress=none"], "Unknown command line flag 'progress'"),
+    (["--wokdir=x"], "unknown flag --wokdir: did you mean --workdir?"),
+    (["--progress=none"], "unknown flag --progress"),
     (["here"], "unexpected argument 'here': flags are written --name=value"),
     (["--strategy=mirored"], "flag --strategy=mirored: value should be one of"),
     (["--devices=first"], "--devices=first is not understood"),

@@ -276,7 +276,7 @@ MISSING = [
     ([], {"CXX": "c++ -std=c++11 -D__cplusplus=201103L"}, "without a C++17 compiler: apt-get install g++"),
     ([], {"HOROVOD_CMAKE": "/nonexistent"}, "without cmake 3.13 or newer: pip install 'tfdist[horovod]'"),
     ([], {"XDG_CACHE_HOME": "/dev/null"}, "cannot be written (Not a directory): set XDG_CACHE_HOME to another folder"),
-    (["--mpy"], {}, "Unknown command line flag 'mpy'. Did you mean: mpi ?"),
+    (["--mpy"], {}, "unknown flag --mpy: did you mean --mpi?"),
     (["mpi"], {}, "unexpected argument 'mpi': flags are written --name=value"),
 ]  # fmt: skip
 

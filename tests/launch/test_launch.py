@@ -345,7 +345,7 @@ BAD_INPUT = [
     (["--master_addr=no.such.host.invalid", "--", "actor.py"], "--master_addr=no.such.host.invalid is not known"),
     (["--", "missing.py"], "there is no script 'missing.py': flags of tfdist.train begin with --"),
     (["--", "-m"], "-m names no module: write -m package.module"),
-    (["--", "--confg=x"], "Unknown command line flag 'confg'"),
+    (["--", "--confg=x"], "unknown flag --confg"),
     (["--", "--config.train.epoch=3"], "unknown config field --config.train.epoch: did you mean 'epochs'?"),
     (["--", "--config.train.batch_size=-1"], "train.batch_size must not be negative, got -1"),
     (["--", "--devices=7"], "there is no device 7", ["--nproc_per_node=2"]),

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import random
 import re
 import subprocess
 import sys
@@ -36,7 +37,24 @@ class Kill(keras.callbacks.Callback):
         if os.environ.get("KILL") == f"{self.call}:{int(self.model.optimizer.iterations)}":
             os.kill(os.getpid(), signal.SIGKILL)
 
+def count_files(worker):
+    # The chief counts what it does to files, another worker, which leaves them alone, all that Python audits.
+    if worker != int(os.environ.get("RANK", 0)):
+        return []
+    last = int(os.environ.get("LAST", 0))
+
+    def hook(event, _):
+        if worker or event == "open" or event.startswith("os."):
+            moments.append(event)
+            if len(moments) == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    moments = []
+    sys.addaudithook(hook)
+    return moments
+
 def main():
+    moments = count_files(int(os.environ.get("COUNTED", -1)))
     keras.utils.set_random_seed(3)
     x, y = np.random.normal(size=(40, 5)), np.random.normal(size=(40, 1))
     x *= 1 + list({"several", "words", "in", "a", "set"}).index("a")  # as in vocabularies that are made of sets
@@ -51,6 +69,8 @@ def main():
         print("history", call, history.history)
     print("evaluate", model.evaluate(x, y, verbose=0), int(model.optimizer.iterations))
     print("weights", [float(np.square(w).sum()) for w in model.get_weights()])
+    if moments:
+        open("count", "w").write(str(len(moments)))
 
 if __name__ == "__main__":
     print(sys.argv[1:], sys.path[0] == os.path.dirname(os.path.abspath(__file__)), arguments.threads)
@@ -142,7 +162,7 @@ def test_the_report_of_a_script_that_only_evaluates_or_fails(code, status, calls
 
 @pytest.mark.parametrize("arguments, message", [
     (["trian.py"], "there is no script 'trian.py': did you mean 'train.py'?"),
-    (["--strateg=default", "train.py"], "Unknown command line flag 'strateg'"),
+    (["--strateg=default", "train.py"], "unknown flag --strateg"),
     ([], "there is no script to run: write tfdist run [flags] SCRIPT"),
     (["--nproc_per_node=2", "--strategy=horovod", "train.py"], "start it with horovodrun"),
     (["--resume=never", "train.py"], "--resume is about what --workdir keeps: give --workdir"),
@@ -171,6 +191,25 @@ def test_continues_after_kills_bit_for_bit(where, script, tmp_path):
     assert again.stdout == undisturbed.stdout
     for folder in "undisturbed", "killed":
         assert reported(tmp_path / folder) == ("completed", [("completed", 2, 8)] * 3)
+
+
+@pytest.mark.whole
+@pytest.mark.faults
+@pytest.mark.parametrize("where, worker", [
+    (["--strategy=default"], 0), (["--virtual_devices=2"], 0), (["--nproc_per_node=2"], 0), (["--nproc_per_node=2"], 1)
+])  # fmt: skip
+def test_continues_after_kills_at_random_moments(where, worker, script, tmp_path):
+    """A moment is one of the openings, renamings and removals of files, in mid-checkpoint too: 30 kills in all."""
+    flags = [*where, "--checkpoint_every=1 steps"]
+    undisturbed = script(*flags, "--workdir=undisturbed", COUNTED=str(worker))
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    moments = int((tmp_path / "count").read_text())
+    for moment in random.Random(worker).sample(range(1, moments * 9 // 10), 8 if "nproc" not in where[0] else 7):
+        killed = script(*flags, f"--workdir={moment}", COUNTED=str(worker), LAST=str(moment))
+        assert killed.returncode, moment
+        last = script(*flags, f"--workdir={moment}")
+        assert last.stdout == undisturbed.stdout, (moment, last.stderr)
+        assert reported(tmp_path / str(moment)) == ("completed", [("completed", 2, 8)] * 3)
 
 
 @pytest.mark.faults

@@ -342,7 +342,7 @@ BAD = [
     (["--over=seed=1,2", "--config.seed=3"], "--config.seed=3 and --over both say what seed is: give one"),
     (["--over=seed=1,2", "--parallel=4000"], "--parallel=4000 runs need devices of their own, found"),
     (["--over=seed=1,2", "--workdir=."], "--workdir=. holds no sweep but strange: choose another folder"),
-    (["--over=seed=1,2", "--resume=never"], "Unknown command line flag 'resume'"),
+    (["--over=seed=1,2", "--resume=never"], "unknown flag --resume"),
     (["--over=seed=1,2", "--trials=-1"], "flag --trials=-1: -1 is not a non-negative integer"),
     (["--over=seed=1,2", "--trials=3", "--sampler=grid"], "--sampler=grid runs all combinations"),
     (["--over=seed=1,2", "--sampler=tpe"], "--sampler=random and tpe need --trials=20, say"),

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import dataclasses
+import difflib
 import gc
 import itertools
 import multiprocessing
@@ -125,12 +126,24 @@ def parse_own(argv: list[str], shared: Sequence[str] = ()) -> list[str]:
 def _parse_flags(argv: list[str]) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
+    except flags.UnrecognizedFlagError as error:
+        raise UserError(f"unknown flag --{error.flagname}: {_meant(error.flagname)}") from None
     except flags.Error as error:
         text = re.sub(r"Unable to parse value .*", "is a group of fields: set one of them", one_line(error))
         raise UserError(text) from None
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}: flags are written --name=value")
     return rest
+
+
+def _meant(name: str) -> str:
+    """Names the flag, or the field of an experiment, that a misspelt or shortened name stands for."""
+    names = {flag: flag for flag in flags.FLAGS}
+    if "config" in names:
+        fields = {field.rpartition(".")[2]: field for field in reversed(config.flat(config.Experiment()))}
+        names = {**fields, "lr": "config.optimizer.learning_rate", **names}
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean --{names[near[0]]}?" if near else "--help lists those that there are"
 
 
 def main(
