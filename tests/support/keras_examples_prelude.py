@@ -109,6 +109,35 @@ def pictures(folder, count, size, form="jpg"):
         Image.fromarray(images(1, *size, 3)[0]).save(folder / f"{number:03}.{form}")
 
 
+def adult(names=None, **_):
+    """A table of the census, whose numbers have these names and whose other columns are words."""
+    numbers = {"age", "fnlwgt", "education_num", "capital_gain", "capital_loss", "hours_per_week"}
+    made = {n: rng.integers(0, 90, 100) if n in numbers else rng.choice([" a", " b", " c"], 100) for n in names}
+    return REAL["pandas"].DataFrame({**made, names[-1]: rng.choice([" <=50K", " >50K"], 100)})
+
+
+def tfds_load(name, split=None, with_info=False, **_):
+    """Images with a label in two classes; rows of a fixed number, in order."""
+    import tensorflow as tf
+
+    def made():
+        x, y = images(ROWS, 160, 160, 3), rng.integers(0, 2, ROWS)
+        return tf.data.Dataset.from_tensor_slices((x, y)).apply(tf.data.experimental.assert_cardinality(ROWS))
+
+    sets = [made() for _ in split] if isinstance(split, (list, tuple)) else made()
+    label = types.SimpleNamespace(num_classes=2, int2str=str, names=["0", "1"])
+    features = {"image": types.SimpleNamespace(shape=(160, 160, 3)), "label": label}
+    count = types.SimpleNamespace(num_examples=ROWS)
+    info = types.SimpleNamespace(features=features, splits={"train": count, "test": count})
+    return (sets, info) if with_info else sets
+
+
+def pets(folder):
+    for part in ("Cat", "Dog"):
+        pictures(folder / "PetImages" / part, ROWS, (40, 50))
+    (folder / "PetImages" / "Cat" / "000.jpg").rename(folder / "PetImages" / "Cat" / "6779.jpg")  # which they look at
+
+
 def get_file(fname=None, origin=None, untar=False, extract=False, **_):
     FILES.mkdir(parents=True, exist_ok=True)
     if not str(fname).strip() or fname is None or str(fname).startswith("http"):
@@ -135,7 +164,8 @@ def get_file(fname=None, origin=None, untar=False, extract=False, **_):
             pictures(path / "BSDS500" / "data" / "images" / part, 21, (300, 300))
     elif kind == "aclImdb_v1.tar.gz":
         reviews(FILES)
-        return str(path)
+    elif kind == "kagglecatsanddogs_5340.zip":
+        pets(FILES)
     else:
         raise NotImplementedError(f"no data are made for {origin}")
     return str(path)
@@ -149,7 +179,7 @@ def reviews(folder):
 
 
 def read_csv(path, *arguments, **options):
-    for key, made in {"heart.csv": heart, "art_daily": anomalies}.items():
+    for key, made in {"heart.csv": heart, "art_daily": anomalies, "adult.": adult}.items():
         if key in str(path):
             return made(**options)
     return REAL["read_csv"](path, *arguments, **options)
@@ -166,6 +196,16 @@ def work_folder(name):
     here = pathlib.Path()
     if name in ("text_classification_from_scratch", "text_generation_with_miniature_gpt"):
         reviews(here)
+    elif name in ("mirnet", "zero_dce"):
+        for part in ("our485/low", "our485/high", "eval15/low", "eval15/high"):
+            pictures(here / "lol_dataset" / part, 330 if "our" in part else 3, (40, 50), "png")
+    elif name == "image_classification_from_scratch":
+        pets(here)
+    elif name == "captcha_ocr":
+        pictures(here, ROWS, (50, 200), "png")
+        (here / "captcha_images_v2").mkdir()
+        for number, file in enumerate(sorted(here.glob("*.png"))):
+            file.rename(here / "captcha_images_v2" / f"{12345 + number * 37}.png")
     elif name == "imbalanced_classification":
         rows = [",".join([*map(str, rng.normal(size=30)), f'"{int(rng.random() < 0.3)}"']) for _ in range(200)]
         text_file(here / "creditcard.csv", ["header", *rows])
@@ -244,7 +284,9 @@ def replace(keras):
     """Replaces what examples call: data, draws, weights to download, and the size of everything."""
     import pandas
     import tensorflow as tf
+    import tensorflow_datasets
 
+    tensorflow_datasets.load = tfds_load
     REAL.update(pandas=pandas, read_csv=pandas.read_csv, loadtxt=np.loadtxt)
     pandas.read_csv, np.loadtxt = read_csv, loadtxt
     sets = keras.datasets

@@ -3,6 +3,6 @@
 Each is what its reader has after changing only `connect`, `scope` and `fit`.
 """
 
-from programs.examples import generative, pairs, sequences, tables, vision
+from programs.examples import generative, sequences, vision
 
-EXAMPLES = [p for module in (tables, generative, pairs, sequences, vision) for p in module.EXAMPLES]
+EXAMPLES = [p for module in (generative, sequences, vision) for p in module.EXAMPLES]

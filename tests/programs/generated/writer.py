@@ -73,6 +73,8 @@ class _Writer:
         out += [f"n, draw = {n}, Draw({self.seed})", *self.data(inputs), *self.calls(n, model)]
         if re.search(r"L\.Random|L\.A|Histogram|Equalization|Mel|Muon|[tT]op_?[kK]", "".join(out)):
             precision = "float32"  # these fail in float64
+        elif "Norm" in "".join(out):
+            precision = "float64"  # the gradient of a bias that a norm cancels is rounding, and Adam takes it whole
         return Program(self.seed, precision, "\n".join(out) + "\n")
 
     # -- the model --
