@@ -100,6 +100,15 @@ class Largest(keras.metrics.Metric):
         return self.value + 0.0
 
 
+class DividesBySumsOfBatches(keras.metrics.Mean):
+    """Adds up only where no row has a weight."""
+
+    def update_state(self, y, outputs, sample_weight=None):
+        if sample_weight is not None:
+            sample_weight = sample_weight / ops.sum(sample_weight)
+        super().update_state(ops.abs(y - outputs), sample_weight)
+
+
 class SumsItsLoss(L.Layer):
     def call(self, x):
         self.add_loss(ops.sum(ops.square(x)))
@@ -311,3 +320,22 @@ def test_a_prediction_whose_outputs_are_of_the_whole_batch_is_refused(connect, r
         model = keras.Model(x, similarities(keras.layers.Dense(3)(x)))
     with pytest.raises(tfdist.UserError, match=r"disagree on this model in a prediction: the shape of its outp"):
         tfdist.predict(model, np.ones((40, 4), "float32"), batch_size=8, distribution=connect(replicas), verbose=0)
+
+
+@pytest.mark.parametrize("weights_in", ["evaluate", "fit", "validation"])
+def test_a_model_that_passed_without_weights_is_checked_again_with_them(connect, weights_in):
+    x, w = np.random.default_rng(0).normal(size=(24, 1)), np.arange(1.0, 25)
+    distribution = connect(2)
+    with distribution.scope():
+        model = keras.Sequential([keras.Input((1,)), L.Dense(1)])
+        model.compile("sgd", "mse", weighted_metrics=[DividesBySumsOfBatches(name="weighted")])
+    options = {"distribution": distribution, "batch_size": 8}
+    if weights_in != "validation":
+        tfdist.fit(model, x, x, **options)
+    calls = {
+        "evaluate": lambda: tfdist.evaluate(model, x, x, sample_weight=w, **options),
+        "fit": lambda: tfdist.fit(model, x, x, sample_weight=w, **options),
+        "validation": lambda: tfdist.fit(model, x, x, validation_data=(x, x, w), **options),
+    }
+    with pytest.raises(tfdist.UserError, match="metric 'weighted' differs by"):
+        calls[weights_in]()

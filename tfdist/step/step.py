@@ -206,6 +206,13 @@ class Step:
         if self.distribution.replicas > 1 and self._sample is not None:
             self._check(Layout(SAMPLE_ROWS, self.distribution.replicas, 1), "test")  # before a state is restored
 
+    def rows_of(self, source: Source) -> tuple[Structure, ...]:
+        """Returns the sample rows, or those of a source that has weights or targets besides, which count, too."""
+        known = self.sample_rows or ()
+        if self.sample_rows is None or source.entries <= len(known):
+            return known[: source.entries]
+        return _rows(source.spread_rows(SAMPLE_ROWS), SAMPLE_ROWS)
+
     def take_more_rows(self, source: Source) -> None:
         """Takes more rows for another check where code of the user's own may compute something across a batch.
 

@@ -177,7 +177,7 @@ class _OnBatch:
             averaged = layer_state.averaged(model) if distribution.replicas > 1 and not virtual else []
         else:
             layer_state.average_statistics(model, distribution, virtual)
-            equivalence_check.check_forward(step, kind, options.check_agreement, virtual, source.entries)
+            equivalence_check.check_forward(step, kind, options.check_agreement, virtual, step.rows_of(source))
         self._average = tf.function(lambda: distribution.average(averaged), autograph=False) if averaged else None
         if kind != "predict":
             preconditions.targets(model, step.output_shape, source)

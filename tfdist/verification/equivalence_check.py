@@ -3,14 +3,14 @@
 Before the first update, the first few rows of the data, a number that does not divide evenly, go forward and backward
 through one replica that has them all, and through the parts that share them. Losses, metrics and the gradient must
 agree to rounding. Evaluations and predictions are checked forward, unless a training has been. Models that have passed
-are recorded in the user's cache, so that only a new one pays for it.
+are recorded in the user's cache, if all of their code is Keras', so that only a new one pays for it.
 """
 
 import contextlib
 import hashlib
-import inspect
 import pathlib
 import time
+import types
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -47,7 +47,8 @@ _WRAPPERS = keras.layers.TFSMLayer, keras.layers.JaxLayer, keras.layers.FlaxLaye
 _VERB = {"train": "agree on", "test": "agree on measuring", "predict": "agree on predicting with"}
 _CONTEXT = {"train": "", "test": " in an evaluation", "predict": " in a prediction"}
 
-_AGREED: weakref.WeakKeyDictionary[Step, set[Comparison]] = weakref.WeakKeyDictionary()  # comparisons that have passed
+_AGREED: weakref.WeakKeyDictionary[Step, set[tuple[Comparison, int]]] = weakref.WeakKeyDictionary()
+"""Comparisons that have passed in this process, and whether with inputs alone (1), targets (2) or weights, too (3)."""
 
 
 def check_training(step: Step, choice: str, virtual_replicas: int = 0, accumulate: int = 1) -> None:
@@ -68,29 +69,32 @@ def check_training(step: Step, choice: str, virtual_replicas: int = 0, accumulat
         return _refuse_by_structure(step, _comparisons(step, "train", virtual_replicas))
     for comparison in _comparisons(step, "train", virtual_replicas, accumulate):
         samples = [step.sample_rows] if step.more_rows is None else [step.sample_rows, step.more_rows]
-        agree = [_agree(step, rows, comparison, choice) for rows in samples]
+        agreed, key = _AGREED.setdefault(step, set()), (comparison, len(step.sample_rows))
+        agree = [_agree(step, rows, comparison, choice, choice == "auto" and key in agreed) for rows in samples]
+        if all(agree):
+            agreed.add(key)
         if all(agree) and comparison.parts != "micro-batches":
             _record_forward(step, comparison, choice == "auto")
 
 
 def check_forward(
-    step: Step, kind: str, choice: str, virtual_replicas: int = 0, entries: int = 3, within_fit: bool = False
+    step: Step, kind: str, choice: str, virtual_replicas: int = 0, sample: tuple = (), within_fit: bool = False
 ) -> None:
     """Refuses, before its first batch, an evaluation or a prediction that would not be what it is on one replica.
 
     Args:
       kind: `test` or `predict`.
       choice, virtual_replicas: as for `check_training`.
-      entries: number of inputs, targets and weights that a model's own step is given.
-      within_fit: whether it belongs to a training that has been checked.
+      sample: a few rows of its data.
+      within_fit: whether it belongs to a training, with as many inputs, targets and weights, that has been checked.
     """
     if choice == "off" or step.sample_rows is None or (within_fit and _trains_as_it_measures(step)):
         return
-    rows = _rows_for(step, step.sample_rows[:entries], kind)
+    rows = _rows_for(step, sample, kind)
     for comparison in _comparisons(step, kind, virtual_replicas):
-        agreed = _AGREED.setdefault(step, set())
-        if _agree(step, rows, comparison, choice, passed=choice == "auto" and comparison in agreed):
-            agreed.add(comparison)
+        agreed, key = _AGREED.setdefault(step, set()), (comparison, len(rows))
+        if _agree(step, rows, comparison, choice, passed=choice == "auto" and key in agreed):
+            agreed.add(key)
 
 
 def _comparisons(step: Step, kind: str, virtual_replicas: int, accumulate: int = 1) -> list[Comparison]:
@@ -114,10 +118,10 @@ def _record_forward(step: Step, comparison: Comparison, persist: bool) -> None:
     losses = len(keras_internals.loss_entries(model))
     every = losses and losses == step.outputs and not preconditions.replaced(model, preconditions.PREDICTION)
     for kind in ("test", "predict") if every else ("test",):
-        other = comparison._replace(kind=kind)
-        _AGREED.setdefault(step, set()).add(other)
+        other, rows = comparison._replace(kind=kind), _rows_for(step, step.sample_rows or (), kind)
+        _AGREED.setdefault(step, set()).add((other, len(rows)))
         if persist:
-            record_pass(fingerprint(model, step.distribution, _rows_for(step, step.sample_rows or (), kind), other))
+            record_pass(fingerprint(model, step.distribution, rows, other))
 
 
 def _trains_as_it_measures(step: Step) -> bool:
@@ -399,19 +403,20 @@ def _layer_outputs(step: Step, x: Structure) -> list[tuple[str, list[np.ndarray]
 
 
 def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure, comparison: Comparison) -> str:
-    """Returns a digest of all that decides whether replicas agree on a model: its code, its settings and the versions.
+    """Returns a digest of all that decides whether replicas agree on a model: its settings and the versions.
 
-    Only a training depends on optimizers, and a prediction not even on losses. It is empty if some of the code cannot
-    be read, and the model is to be checked each time.
+    Only a training depends on optimizers, and a prediction not even on losses. It is empty if some of the code is the
+    user's own, and the model is to be checked each time: globals, files and data may decide what that computes.
     """
     import tfdist
 
     kind = comparison.kind
     methods = {"train": preconditions.TRAINING, "test": preconditions.EVALUATION, "predict": preconditions.PREDICTION}
-    if preconditions.replaced(model, methods[kind]):
-        return ""  # what its step uses may be anything
     optimizers = preconditions.optimizers(model) if kind == "train" else []
     layers = keras_internals.flat_layers(model)
+    compiled = [*optimizers, *(keras_internals.compiled_with(model) if kind != "predict" else [])]
+    if preconditions.replaced(model, methods[kind]) or user_code.runs_own([*layers, *compiled]):
+        return ""
     parts: list[str] = [tf.__version__, keras.__version__, tfdist.__version__, distribution.name]
     parts += [str(distribution.replicas), kind, str(comparison), distribution.jit, cpu_kernels.in_use()]
     parts += [f"{tuple(t.shape)} {t.dtype}" for t in keras.tree.flatten(rows)]
@@ -419,11 +424,9 @@ def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure,
         for layer in layers:
             parts += _description(layer)
         parts += [f"{v.name} {v.shape} {v.dtype} {v.trainable}" for v in model.variables]
-        compiled = [*optimizers, *(keras_internals.compiled_with(model) if kind != "predict" else [])]
         for used in compiled:
             parts += _description(used)
-        parts.append(user_code.digest([*layers, *compiled]))
-    except (OSError, TypeError, ValueError, NotImplementedError):
+    except (TypeError, ValueError, NotImplementedError):
         return ""
     text = "\n".join(parts)
     # Keras numbers the layers of a process: the same model has other names each time that it is built.
@@ -445,20 +448,15 @@ def _cache_folder() -> pathlib.Path:
 
 
 def _description(thing: object) -> list[str]:
-    """Returns the settings of an object of Keras', and the code of what is the user's own, if there is a source."""
+    """Returns the settings of an object of Keras'."""
     if isinstance(thing, str | int | float | bool | None):
         return [repr(thing)]
     if isinstance(thing, dict):
         return [part for key, value in thing.items() for part in (repr(key), *_description(value))]
     if isinstance(thing, list | tuple):
         return [part for value in thing for part in _description(value)]
-    if inspect.isfunction(thing):
-        closure = [cell.cell_contents for cell in thing.__closure__ or ()]
-        return [inspect.getsource(thing), *(part for value in closure for part in _description(value))]
-    kind = thing if isinstance(thing, type) else type(thing)
+    kind = thing if isinstance(thing, type | types.FunctionType) else type(thing)
     parts = [f"{kind.__module__}.{kind.__qualname__}"]
-    if not kind.__module__.startswith(("keras.", "tfdist.")):
-        parts.append(inspect.getsource(kind))
     if not isinstance(thing, type) and hasattr(thing, "get_config"):
         parts.append(repr(thing.get_config()))
     return parts
