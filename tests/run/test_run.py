@@ -305,7 +305,21 @@ print(model.stop_training)
 
 
 @pytest.mark.faults
-def test_data_that_are_shuffled_at_the_end_of_an_epoch_are_trained_on_again(script, tmp_path):
+def test_a_file_that_two_calls_write_is_not_loaded_for_the_earlier_one(script, tmp_path):
+    """The first returned at once after a kill, and the script loaded what the second had written."""
+    saves = "Kill(call), keras.callbacks.ModelCheckpoint('best.weights.h5', save_weights_only=True)]"
+    load = "        if call == 2: model.load_weights('best.weights.h5')\n        noise ="
+    text = TRAIN.replace("Kill(call)]", saves).replace("        noise =", load)
+    (tmp_path / "train.py").write_text(text)
+    assert script("--strategy=default", "--workdir=kept", KILL="2:13").returncode == -9
+    again = script("--strategy=default", "--workdir=kept")
+    assert again.returncode == 2
+    assert "call 1 of fit wrote best.weights.h5, which has changed since" in again.stderr.splitlines()[-1]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("draws", ["np.random.shuffle(self.order)", "pass"])
+def test_data_that_draw_at_random_are_trained_on_again(draws, script, tmp_path):
     """An interrupted call went on with the numbers of another order."""
     data = """
 class Data(keras.utils.PyDataset):
@@ -313,10 +327,13 @@ class Data(keras.utils.PyDataset):
     def __len__(self):
         return 4
     def __getitem__(self, i):
-        return x[rows := self.order[10 * i : 10 * i + 10]], y[rows]
+        return x[rows := self.order[10 * i : 10 * i + 10]], y[rows] NOISE
     def on_epoch_end(self):
-        np.random.shuffle(self.order)
+        DRAWS
 """
+    if draws == "pass":
+        data = data.replace("on_epoch_end", "no_name").replace(" NOISE", " + np.random.normal(size=(10, 1))")
+    data = data.replace("DRAWS", draws).replace(" NOISE", "")
     text = TRAIN.replace("model.fit(x, y + noise,", "model.fit(Data(),").replace("batch_size=12,", "shuffle=False,")
     text = text.replace("def main():", f"{data}\ndef main():\n    global x, y")
     (tmp_path / "train.py").write_text(text)

@@ -264,8 +264,5 @@ def _recomputing() -> bool:
 def inference_only(model: keras.Model, others: Iterable[keras.Layer] = ()) -> contextlib.AbstractContextManager[None]:
     """Calls random layers, and `others`, while a step is traced within it, as for inference: they pass on inputs."""
     layers = {id(layer): layer for layer in [*keras_internals.random_layers(model), *others]}
-    return keras_internals.replaced("call", [(layer, _inference(layer.call)) for layer in layers.values()])
-
-
-def _inference(call: Callable) -> Callable:
-    return lambda *args, **kwargs: call(*args, **{**kwargs, "training": False})
+    inference = lambda call: lambda *args, **kwargs: call(*args, **{**kwargs, "training": False})
+    return keras_internals.replaced("call", [(layer, inference(layer.call)) for layer in layers.values()])

@@ -101,7 +101,7 @@ class KeptFits:
                 logger.info(f"call {self._number} of fit trains again from its start, with the same result: {why}")
                 if self._distribution.is_chief:
                     files.prune(folder, set())
-        self._begin_random(folder, facts, before)
+        record = self._begin_random(folder, facts, before) | {"facts": facts}
         kept = Checkpoints(folder, every=self._every, keep=2, changed=self._options.resume_changed)
         self._depth += 1
         try:
@@ -112,7 +112,7 @@ class KeptFits:
             raise SystemExit(143) from None
         finally:
             self._depth -= 1
-        self._end_random(folder, facts, before)
+        self._end_random(folder, record, arguments)
         if where.is_chief:
             self._prune(folder)
         return history
@@ -145,24 +145,33 @@ class KeptFits:
             record = files.read_object(path)
             if not record or {"facts", "begin", "end"} - record.keys():
                 raise UserError(f"{path} is missing or damaged", "put it back, or use --resume=never")
+            for name, digest in record.get("files", {}).items():  # as it was at the end of the call
+                if _file_digest(name) not in (digest, "") and not self._options.resume_changed:
+                    what = f"call {self._number} of fit wrote {name}, which has changed since, and the script may load"
+                    raise UserError(what, "give each call a file of its own and start anew, or use --resume_changed")
         return self._distribution.peers.gather(f"call {folder.name} of fit", record)[0]
 
-    def _begin_random(self, folder: pathlib.Path, facts: dict[str, str], before: dict[str, Any] | None) -> None:
-        """Sets the global generators as they were when this call first began."""
+    def _begin_random(
+        self, folder: pathlib.Path, facts: dict[str, str], before: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Sets the global generators as they were when this call first began, and returns what is recorded of it."""
         now = _random_state()
         if before is None:
-            self._write(folder, {"facts": facts, "begin": now, "end": None})
+            before = {"facts": facts, "begin": now, "end": None}
+            self._write(folder, before)
         elif before["begin"] != now:
             logger.info(f"the script drew other random numbers before call {self._number} of fit: its data may differ")
             _set_random_state(before["begin"])
+        return before
 
-    def _end_random(self, folder: pathlib.Path, facts: dict[str, str], before: dict[str, Any] | None) -> None:
-        """Sets them as they were when the call ended, or records that."""
-        if before is not None and before["end"] is not None:
-            _set_random_state(before["end"])
-        else:
-            begin = before["begin"] if before else (files.read_object(folder / RECORD) or {}).get("begin")
-            self._write(folder, {"facts": facts, "begin": begin, "end": _random_state()})
+    def _end_random(self, folder: pathlib.Path, record: dict[str, Any], arguments: Mapping[str, Any]) -> None:
+        """Sets them as they were when the call ended, and records that, and what callbacks have written."""
+        if record["end"] is not None:
+            _set_random_state(record["end"])
+        # Of ModelCheckpoint: a later call may write the same file, which the script has loaded between the two.
+        names = [str(getattr(callback, "filepath", "")) for callback in _callbacks(arguments)]
+        written = {name: digest for name in names if (digest := _file_digest(name))}
+        self._write(folder, record | {"end": _random_state(), "files": written})
 
     def _write(self, folder: pathlib.Path, record: dict[str, Any]) -> None:
         if self._distribution.is_chief:
@@ -177,6 +186,10 @@ class KeptFits:
             size += sum(f.stat().st_size for f in each.rglob("*") if f.is_file())
             if size > MOST_BYTES and each != folder:
                 files.prune(each, set())
+
+
+_DRAWS = {"choice", "integers", "normal", "permutation", "rand", "randint", "randn", "random", "shuffle", "uniform"}
+"""Names of what draws at random, as they are in the code of a data set."""
 
 
 def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
@@ -205,6 +218,10 @@ def _code_digest() -> str:
     names = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
     paths = {pathlib.Path(name).resolve() for name in names if name.endswith(".py") and user_code.is_users(name)}
     return _digest([*map(_syntax, sorted(filter(pathlib.Path.is_file, paths)))])
+
+
+def _file_digest(name: str) -> str:
+    return _digest(path.read_bytes()) if (path := pathlib.Path(name)).is_file() else ""
 
 
 def _digest(data: Any) -> str:
@@ -240,8 +257,10 @@ def _callbacks(arguments: Mapping[str, Any]) -> list[keras.callbacks.Callback]:
 def _own_callback(arguments: Mapping[str, Any]) -> str:
     """Returns why what a callback or the data has gathered cannot be restored, if so: it may be anywhere."""
     for data in map(arguments.get, ("x", "validation_data")):
-        if isinstance(data, base := keras.utils.PyDataset) and type(data).on_epoch_end is not base.on_epoch_end:
-            return f"{type(data).__name__} has an on_epoch_end, whose state no checkpoint holds"
+        if isinstance(data, base := keras.utils.PyDataset):
+            names = getattr(type(data).__getitem__, "__code__", _own_callback.__code__).co_names
+            if type(data).on_epoch_end is not base.on_epoch_end or _DRAWS.intersection(names):
+                return f"{type(data).__name__} has an on_epoch_end, or draws at random, of which no checkpoint knows"
     odd = [type(callback).__name__ for callback in _callbacks(arguments) if training_run.starts_anew(callback)]
     return f"{odd[0]} is a callback of its own, without get_state and set_state" if odd else ""
 

@@ -57,7 +57,8 @@ def runs_own(roots: Iterable[object]) -> bool:
             thing = inspect.unwrap(thing)
             if is_own(thing) or thing.__module__ == "builtins":  # as of exec()
                 return True
-            pending += [*_cells(thing), *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
+            cells = [c.cell_contents for c in thing.__closure__ or () if c != types.CellType()]  # but empty ones
+            pending += [*cells, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
         else:
             kind = thing if isinstance(thing, type) else type(thing)
             if any(is_own(base) for base in kind.__mro__):
@@ -79,13 +80,3 @@ def is_users(file: str) -> bool:
     path = pathlib.Path(file)
     installed = {"site-packages", "dist-packages"} & {*path.parts} or path.name.startswith("__autograph_generated_")
     return not installed and not any(path.is_relative_to(folder) for folder in _FOLDERS)
-
-
-def _cells(function: types.FunctionType) -> list[object]:
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            cells.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            continue
-    return cells
