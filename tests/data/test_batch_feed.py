@@ -1,5 +1,6 @@
 """The checksums by which workers notice that they have read other batches."""
 
+import contextlib
 import functools
 
 import keras
@@ -115,3 +116,22 @@ def test_a_batch_without_rows_is_an_update_without_a_gradient(connect, replicas,
     ways = [functools.partial(getattr(tfdist, kind), distribution=connect(replicas)) for kind in kinds]
     for ours, of_keras in zip(results(*ways, connect(replicas).scope()), theirs, strict=True):
         np.testing.assert_allclose(ours, of_keras, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("count", [None, 3], ids=["ends", "repeats"])
+def test_the_order_of_a_cache_is_that_of_keras(connect, count):
+    """What `prefetch` had read when the first batch had been looked at decided which order was kept."""
+    x = np.random.default_rng(0).normal(size=(48, 6))
+    weights = []
+    for fit in (keras.Model.fit, tfdist.fit):
+        keras.utils.set_random_seed(1)
+        data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(48, seed=3).batch(16).cache()
+        data = (data.repeat() if count else data).prefetch(2)
+        distribution = connect(2)
+        with distribution.scope() if fit is tfdist.fit else contextlib.nullcontext():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        options = {"distribution": distribution} if fit is tfdist.fit else {"verbose": 0}
+        fit(model, data, epochs=3, steps_per_epoch=count, **options)
+        weights.append(model.get_weights()[0])
+    np.testing.assert_allclose(weights[1], weights[0], rtol=1e-5)

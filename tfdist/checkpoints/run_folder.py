@@ -294,12 +294,7 @@ def _undated_zip_entries() -> Iterator[None]:
         zipfile.ZipInfo.__init__ = dated  # type: ignore[method-assign]
 
 
-def _forget_in_child() -> None:
-    for folder in list(_OPEN):
-        folder.forget()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=lambda: [*map(RunFolder.forget, list(_OPEN))])
 
 
 def _unused(path: pathlib.Path) -> pathlib.Path:

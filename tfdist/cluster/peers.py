@@ -272,12 +272,7 @@ class Peers:
         os._exit(self._watch.code)  # TensorFlow would wait for the lost worker
 
 
-def _abandon_in_child() -> None:
-    for peers in list(_OPEN):
-        peers.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_in_child)
+os.register_at_fork(after_in_child=lambda: [*map(Peers.abandon, list(_OPEN))])
 
 
 def differing_facts(theirs: Mapping[str, object], mine: Mapping[str, object]) -> Iterator[tuple[str, str, str]]:

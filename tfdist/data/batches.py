@@ -6,6 +6,7 @@ and each time that it is begun: so workers compare checksums of what they read.
 
 import dataclasses
 import itertools
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
@@ -122,6 +123,7 @@ class Batches(Source):
         if self.reader.first is not None:
             first = keras.tree.map_structure(tf.convert_to_tensor, self.reader.first)
             return self.decode(*first) if self.decode else first
+        _fill_caches(self.dataset)
         for number in range(_EMPTY):
             for batch in self.decoded.skip(number).take(1):
                 if len(keras.tree.flatten(batch)[0]):
@@ -325,6 +327,17 @@ class BatchOrder:
     def _note(self, number: np.int64, sums: np.ndarray) -> np.int64:
         self._sums[int(number)] = sums.astype("<i8").tobytes()
         return np.int64(0)
+
+
+def _fill_caches(dataset: tf.data.Dataset) -> None:
+    """Reads what a data set keeps in a cache, which `prefetch()` behind it does or not, and so keeps another order."""
+    [*map(_fill_caches, dataset._inputs())]
+    if type(dataset).__name__ == "CacheDataset" and dataset not in _FILLED and dataset.cardinality() > 0:
+        _FILLED.add(dataset)
+        dataset.reduce(0, lambda number, *_: number)
+
+
+_FILLED = weakref.WeakSet[tf.data.Dataset]()
 
 
 def checksum(parts: Structure) -> tf.Tensor:

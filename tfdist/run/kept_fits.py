@@ -151,9 +151,7 @@ class KeptFits:
                     raise UserError(what, "give each call a file of its own and start anew, or use --resume_changed")
         return self._distribution.peers.gather(f"call {folder.name} of fit", record)[0]
 
-    def _begin_random(
-        self, folder: pathlib.Path, facts: dict[str, str], before: dict[str, Any] | None
-    ) -> dict[str, Any]:
+    def _begin_random(self, folder: pathlib.Path, facts: dict[str, str], before: dict | None) -> dict[str, Any]:
         """Sets the global generators as they were when this call first began, and returns what is recorded of it."""
         now = _random_state()
         if before is None:

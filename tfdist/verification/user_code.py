@@ -45,10 +45,8 @@ def runs_own(roots: Iterable[object]) -> bool:
         if isinstance(thing, _WITHOUT_ATTRIBUTES) or id(thing) in visited:
             continue
         visited[id(thing)] = thing
-        if isinstance(thing, dict):
-            pending += thing.values()
-        elif isinstance(thing, list | tuple | set | frozenset):
-            pending += thing
+        if isinstance(thing, dict | list | tuple | set | frozenset):
+            pending += thing.values() if isinstance(thing, dict) else thing
         elif isinstance(thing, functools.partial):
             pending += (thing.func, thing.args, thing.keywords)
         elif isinstance(thing, types.MethodType):

@@ -186,9 +186,8 @@ def _will_not_fit(builder: tfds.core.DatasetBuilder, cache: str, memory: float) 
     return not is_fixed(builder.info.features) or known > memory
 
 
-def _quiet(record: logging.LogRecord) -> bool:
-    """Drops TFDS' records about folders and file formats, except warnings."""
-    return record.levelno >= logging.WARNING or "tensorflow_datasets" not in record.pathname
+# Drops TFDS' records about folders and file formats, except warnings.
+_quiet = lambda record: record.levelno >= logging.WARNING or "tensorflow_datasets" not in record.pathname
 
 
 def load(experiment: config.Experiment, memory: float, prepare: bool = True) -> Loaded:
