@@ -230,7 +230,7 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         _refuse_by_structure(step, [comparison])
         return False  # of which the first batch will say more
     except (ValueError, TypeError, tf.errors.OpError) as error:
-        if comparison.kind == "train":
+        if comparison.kind == "train" and not isinstance(error, tf.errors.OpError):  # of which the update says more
             raise
         if probe.computed_whole:
             raise UserError(
