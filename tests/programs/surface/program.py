@@ -71,9 +71,9 @@ class Outcome:
 
 def by_tfdist(program: Program, rows: int, distribution, folder: pathlib.Path) -> Outcome | str:
     """Runs a program under a strategy. Returns what it ends with, or the line with which tfdist refuses it."""
-    given, options = _arguments(program, rows, folder)
     try:
         model = _built(program, distribution)
+        given, options = _arguments(program, rows, folder)  # after the seed is set, as for Keras: shuffle() takes it
         histories = [tfdist.fit(model, *given, distribution=distribution, **options)]
         for change in program.then:
             with distribution.scope():
