@@ -118,14 +118,15 @@ def test_a_batch_without_rows_is_an_update_without_a_gradient(connect, replicas,
         np.testing.assert_allclose(ours, of_keras, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("count", [None, 3], ids=["ends", "repeats"])
-def test_the_order_of_a_cache_is_that_of_keras(connect, count):
+@pytest.mark.parametrize("count, known", [(None, True), (3, True), (None, False)], ids=["ends", "repeats", "filtered"])
+def test_the_order_of_a_cache_is_that_of_keras(connect, count, known):
     """What `prefetch` had read when the first batch had been looked at decided which order was kept."""
     x = np.random.default_rng(0).normal(size=(48, 6))
     weights = []
     for fit in (keras.Model.fit, tfdist.fit):
         keras.utils.set_random_seed(1)
-        data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(48, seed=3).batch(16).cache()
+        data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(48, seed=3)
+        data = (data if known else data.filter(lambda x, y: x[0] > -9)).batch(16).cache()
         data = (data.repeat() if count else data).prefetch(2)
         distribution = connect(2)
         with distribution.scope() if fit is tfdist.fit else contextlib.nullcontext():

@@ -329,12 +329,18 @@ class BatchOrder:
         return np.int64(0)
 
 
-def _fill_caches(dataset: tf.data.Dataset) -> None:
-    """Reads what a data set keeps in a cache, which `prefetch()` behind it does or not, and so keeps another order."""
-    [*map(_fill_caches, dataset._inputs())]
-    if type(dataset).__name__ == "CacheDataset" and dataset not in _FILLED and dataset.cardinality() > 0:
+def _fill_caches(dataset: tf.data.Dataset) -> bool:
+    """Reads what a data set keeps in a cache, which `prefetch()` behind it does or not, and so keeps another order.
+
+    Returns whether it has no end, as far as it knows.
+    """
+    inputs = [_fill_caches(part) for part in dataset._inputs()]
+    count = dataset.cardinality()
+    endless = bool(count == tf.data.INFINITE_CARDINALITY or (count < 0 and any(inputs)))
+    if type(dataset).__name__ == "CacheDataset" and dataset not in _FILLED and not endless:
         _FILLED.add(dataset)
         dataset.reduce(0, lambda number, *_: number)
+    return endless
 
 
 _FILLED = weakref.WeakSet[tf.data.Dataset]()
