@@ -229,8 +229,8 @@ def test_a_call_that_has_changed_is_not_continued(script):
 @pytest.mark.parametrize("before, after, complaint", [
     ("'tanh'", "'relu'", "call 1 of fit cannot continue: "),
     ("optimizer='sgd'", "optimizer=keras.optimizers.SGD(0.3)", "call 1 of fit cannot continue: optimizer was "),
-    ("y * 1.0", "y * 2.0", "call 1 of fit cannot continue: the code of the script has changed: undo the change"),
-    ("FACTOR = 1", "FACTOR = 2", "call 1 of fit cannot continue: the code of the script has changed: undo the change"),
+    ("y * 1.0", "y * 2.0", "call 1 of fit cannot continue: the code of here/own.py has changed: undo the change"),
+    ("FACTOR = 1", "FACTOR = 2", "cannot continue: the code of elsewhere/distant.py has changed: undo the change"),
     ("# a", "# b", ""),
 ])  # fmt: skip
 def test_a_changed_script_does_not_get_the_earlier_result(before, after, complaint, script, tmp_path):
@@ -302,6 +302,32 @@ print(model.stop_training)
         damage()
         done = script(*flags, program=program)
         assert done.returncode == 2 and "fits/0001/call.json is missing or damaged: put it back, or" in done.stderr
+
+
+@pytest.mark.faults
+def test_an_unchanged_script_with_odd_parts_continues(script, tmp_path):
+    """Modules that are loaded on demand, sets, a layer with a random seed, data that train again with other bits."""
+    (tmp_path / "later.py").write_text("VALUE = 1")
+    (tmp_path / "own.py").write_text("""
+import os, signal, keras, numpy as np, tensorflow as tf
+x = np.ones((8, 4, 4, 1), "float32"); words = {"a", "b"}
+def loss(y, p): return keras.ops.mean(keras.ops.abs(y - p), -1) * len(words)
+model = keras.Sequential([keras.layers.RandomCrop(4, 4), keras.layers.Flatten(), keras.layers.Dense(1)])
+model.compile("sgd", loss)
+if not os.path.exists("prepared"):
+    import later
+    open("prepared", "w").close()
+for call in (1, 2):
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, 0, 0])).shuffle(8).batch(2)
+    model.fit(data, epochs=2, verbose=0)
+    if call == 2 and "KILL" in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+print("done")
+""")
+    flags, program = ("--strategy=default", "--workdir=kept"), ("own.py",)
+    assert script(*flags, program=program, KILL="1").returncode == -9
+    again = script(*flags, program=program)
+    assert again.stdout == "done\n", again.stderr
 
 
 @pytest.mark.faults

@@ -12,8 +12,9 @@ import json
 import os
 import pathlib
 import random
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -35,14 +36,14 @@ from tfdist.verification import user_code
 
 FITS = "fits"
 RECORD = "call.json"
-STARTING = "the starting state of the model"
+STARTING, CONTENT, CODE = "the starting state of the model", "the content of", "the code of"
 MOST_BYTES = 10 << 30  # of the states of finished calls; those before the newest that fit in are trained again
 _SETTINGS = (
     *("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "shuffle", "class_weight", "validation_split"),
     *("validation_steps", "validation_batch_size", "validation_freq"),
 )
 _syntax = functools.cache(lambda path: ast.dump(ast.parse(path.read_bytes())))
-_IDLE = {"seed", "verbose", "filepath", "filename", "log_dir", "backup_dir"}  # of callbacks, which may tell the time
+_IDLE = {"seed", "verbose", "filepath", "filename", "log_dir", "backup_dir"}  # drawn, told by the time, or for show
 
 
 class KeptFits:
@@ -59,9 +60,9 @@ class KeptFits:
         self._folder = RunFolder(str(pathlib.Path(options.workdir).expanduser()), writes=distribution.is_chief)
         self._fits = self._folder.path / FITS
         self._report = fit_report.Report(self._folder)
-        self._number = 0
-        self._depth = 0
-        self._warned = False  # of a callback whose state cannot be kept
+        self._number = self._depth = 0
+        self._warned = False  # of state that cannot be kept
+        self._trained_again = False  # whether a call of this start has, and so others may begin with other bits
 
     def __enter__(self) -> KeptFits:
         self._folder.create()
@@ -85,22 +86,27 @@ class KeptFits:
         self._number += 1
         folder = self._fits / f"{self._number:04d}"
         where, facts = self._distribution, _facts(model, arguments)
-        of_training = f" {where.name} {where.replicas}" if self._number > 1 else ""  # whose bits depend on more
-        facts["place"] = f"{where.device_kind} {cpu_kernels.in_use()}{of_training}"
+        facts["place"] = f"{where.device_kind} {cpu_kernels.in_use()} {where.name} {where.replicas}"
         facts = where.peers.gather("a call of fit", facts)[0]
-        before, own = self._recorded(folder), _own_callback(arguments)
+        before, own = self._recorded(folder), _not_kept(arguments)
         if own and not before and not self._warned:
             self._warned = True
             logger.info(f"WARNING: after a kill, calls of fit as this one train again from their start: {own}")
         if before:
-            if before["begin"] != _random_state():  # which it says, and makes other weights in a script without a seed
-                facts |= {name: fact for name, fact in before["facts"].items() if name == STARTING}
+            # A line has told why they may be others: the script draws without a seed, or trained again with other bits.
+            if self._trained_again or before["begin"] != _random_state():
+                free = (STARTING, CONTENT) if self._trained_again else STARTING
+                facts |= {name: fact for name, fact in before["facts"].items() if name.startswith(free)}
             _check_same(self._number, facts, before["facts"], self._options.resume_changed)
             why = own or (before["end"] is not None and _consumed(arguments))
+            self._trained_again |= bool(why)
             if why:
                 logger.info(f"call {self._number} of fit trains again from its start, with the same result: {why}")
-                if self._distribution.is_chief:
+                if where.is_chief:
                     files.prune(folder, set())
+            elif before["changed"] and not self._options.resume_changed:  # the script may load it next
+                what = f"call {self._number} of fit wrote {before['changed']}, which has changed since"
+                raise UserError(what, "give each call its own file and start anew, or use --resume_changed")
         record = self._begin_random(folder, facts, before) | {"facts": facts}
         kept = Checkpoints(folder, every=self._every, keep=2, changed=self._options.resume_changed)
         self._depth += 1
@@ -145,10 +151,8 @@ class KeptFits:
             record = files.read_object(path)
             if not record or {"facts", "begin", "end"} - record.keys():
                 raise UserError(f"{path} is missing or damaged", "put it back, or use --resume=never")
-            for name, digest in record.get("files", {}).items():  # as it was at the end of the call
-                if _file_digest(name) not in (digest, "") and not self._options.resume_changed:
-                    what = f"call {self._number} of fit wrote {name}, which has changed since, and the script may load"
-                    raise UserError(what, "give each call a file of its own and start anew, or use --resume_changed")
+            known = record.get("files", {})
+            record["changed"] = ", ".join(name for name, sha in _checksums(known).items() if sha != known[name])
         return self._distribution.peers.gather(f"call {folder.name} of fit", record)[0]
 
     def _begin_random(self, folder: pathlib.Path, facts: dict[str, str], before: dict | None) -> dict[str, Any]:
@@ -168,8 +172,7 @@ class KeptFits:
             _set_random_state(record["end"])
         # Of ModelCheckpoint: a later call may write the same file, which the script has loaded between the two.
         names = [str(getattr(callback, "filepath", "")) for callback in _callbacks(arguments)]
-        written = {name: digest for name in names if (digest := _file_digest(name))}
-        self._write(folder, record | {"end": _random_state(), "files": written})
+        self._write(folder, record | {"end": _random_state(), "files": _checksums(names)})
 
     def _write(self, folder: pathlib.Path, record: dict[str, Any]) -> None:
         if self._distribution.is_chief:
@@ -186,24 +189,23 @@ class KeptFits:
                 files.prune(each, set())
 
 
-_DRAWS = {"choice", "integers", "normal", "permutation", "rand", "randint", "randn", "random", "shuffle", "uniform"}
-"""Names of what draws at random, as they are in the code of a data set."""
+# Names of what draws at random, as they are in the code of a data set.
+_DRAWS = re.compile(r"random|rand|randn|randint|rng|beta|choice|integers|\w*normal|permut\w*|uniform|random_\w*")
 
 
 def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
     """Returns what must be the same when a call of `fit` is continued."""
-    facts = {"the code of the script": _code_digest(), "arguments": str(sys.argv[1:])}
+    facts = {**_code_digests(), "arguments": str(sys.argv[1:])}
     facts |= {name: str(arguments[name]) for name in _SETTINGS if arguments.get(name) is not None}
     losses = keras.tree.flatten(model.loss) if model.compiled else []  # whose `get_config` leaves numbers out
     parts = [*keras_internals.flat_layers(model), *losses, *(getattr(loss, "__dict__", "") for loss in losses)]
     with contextlib.suppress(Exception):  # of what cannot be saved
         parts.append(model.get_compile_config())
     kept = [callback for callback in _callbacks(arguments) if not training_run.starts_anew(callback)]
-    for name, setup in ("callbacks", kept), ("model", parts):
-        with contextlib.suppress(Exception):  # of what refers to itself
-            facts[f"the setup of the {name}"] = _digest(json.dumps(setup, default=_setup, skipkeys=True))
+    for name, setups in ("callbacks", kept), ("model", parts):
+        facts[f"the setup of the {name}"] = _digest([_text(setup) for setup in setups])
     data = {name: arguments.get(name) for name in ("x", "y", "sample_weight", "validation_data")}
-    facts |= {f"the content of {name}": _digest(part) for name, part in data.items() if _in_memory(part)}
+    facts |= {f"{CONTENT} {name}": _digest(part) for name, part in data.items() if _in_memory(part)}
     facts[STARTING] = _digest(model.get_weights())
     if model.compiled:
         optimizer = keras_internals.inner_optimizer(model.optimizer)
@@ -211,21 +213,23 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
     return facts
 
 
-def _code_digest() -> str:
-    """Returns a digest of the user's modules that are loaded, which comments and line breaks do not change."""
+def _code_digests() -> dict[str, str]:
+    """Returns a digest of each module of the user's that is loaded, which comments and line breaks do not change."""
     names = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
     paths = {pathlib.Path(name).resolve() for name in names if name.endswith(".py") and user_code.is_users(name)}
-    return _digest([*map(_syntax, sorted(filter(pathlib.Path.is_file, paths)))])
+    return {f"{CODE} {os.path.relpath(path)}": _digest(_syntax(path)) for path in filter(pathlib.Path.is_file, paths)}
 
 
-def _file_digest(name: str) -> str:
-    return _digest(path.read_bytes()) if (path := pathlib.Path(name)).is_file() else ""
+def _checksums(names: Iterable[str]) -> dict[str, str]:
+    """Returns the checksums of those files that there are."""
+    return {name: files.checksum(path)["sha256"] for name in names if (path := pathlib.Path(name)).is_file()}
 
 
 def _digest(data: Any) -> str:
     """Returns a digest of arrays, which may be larger than the memory, or of text."""
     digest = hashlib.sha256()
     for leaf in keras.tree.flatten(data):
+        digest.update(f"{getattr(leaf, 'shape', '')} {getattr(leaf, 'dtype', '')}".encode())
         column = leaf if getattr(leaf, "shape", ()) else [leaf]
         rows = max(1, (1 << 24) // max(1, np.asarray(column[:1]).nbytes))
         for part in (np.asarray(column[i : i + rows]) for i in range(0, len(column), rows)):
@@ -233,8 +237,19 @@ def _digest(data: Any) -> str:
     return digest.hexdigest()[:16]
 
 
+def _text(thing: Any) -> str:
+    with contextlib.suppress(Exception):  # of what refers to itself
+        # Layers without a seed draw one.
+        return re.sub(r'"seed": \d+', "", json.dumps(thing, default=_setup, skipkeys=True))
+    return ""
+
+
 def _setup(thing: Any) -> object:
     """Returns what a function reads, or what an object was made with, as far as it tells."""
+    if hasattr(thing, "__array__"):
+        return _digest(thing)
+    if isinstance(thing, set | frozenset):
+        return sorted(map(repr, thing))
     if inspect.isfunction(thing):
         read = inspect.getclosurevars(thing)
         return {name: value for name, value in {**read.globals, **read.nonlocals}.items() if not callable(value)}
@@ -252,12 +267,12 @@ def _callbacks(arguments: Mapping[str, Any]) -> list[keras.callbacks.Callback]:
     return given.callbacks if isinstance(given, keras.callbacks.CallbackList) else keras.tree.flatten(given)
 
 
-def _own_callback(arguments: Mapping[str, Any]) -> str:
+def _not_kept(arguments: Mapping[str, Any]) -> str:
     """Returns why what a callback or the data has gathered cannot be restored, if so: it may be anywhere."""
     for data in map(arguments.get, ("x", "validation_data")):
         if isinstance(data, base := keras.utils.PyDataset):
-            names = getattr(type(data).__getitem__, "__code__", _own_callback.__code__).co_names
-            if type(data).on_epoch_end is not base.on_epoch_end or _DRAWS.intersection(names):
+            names = getattr(getattr(type(data).__getitem__, "__code__", None), "co_names", ())
+            if type(data).on_epoch_end is not base.on_epoch_end or any(map(_DRAWS.fullmatch, names)):
                 return f"{type(data).__name__} has an on_epoch_end, or draws at random, of which no checkpoint knows"
     odd = [type(callback).__name__ for callback in _callbacks(arguments) if training_run.starts_anew(callback)]
     return f"{odd[0]} is a callback of its own, without get_state and set_state" if odd else ""
@@ -277,8 +292,10 @@ def _check_same(number: int, here: Mapping[str, str], there: Mapping[str, str], 
     """Refuses a call that is not what was recorded, or says with `changed` that it goes on all the same."""
     # What else has changed says more than that the code has; the setup of the model holds optimizer and loss.
     odd = [n for n in sorted({**there, **here}, key=lambda n: n.startswith("the ")) if there.get(n) != here.get(n)]
+    # Modules are loaded when they are needed, which a call that is left out may not have done.
+    odd = [name for name in odd if not name.startswith(CODE) or name in here.keys() & there.keys()]
     if here["place"] != there.get("place"):  # where other devices may have computed them, to rounding
-        odd = [name for name in odd if not name.startswith(("place", "the content", STARTING))]
+        odd = [name for name in odd if not name.startswith(("place", CONTENT, STARTING))]
     if not odd:
         return
     what = f"{odd[0]} was {there.get(odd[0], 'not given')} and is {here.get(odd[0], 'not given')}"
