@@ -136,3 +136,19 @@ def test_the_order_of_a_cache_is_that_of_keras(connect, count, known):
         fit(model, data, epochs=3, steps_per_epoch=count, **options)
         weights.append(model.get_weights()[0])
     np.testing.assert_allclose(weights[1], weights[0], rtol=1e-5)
+
+
+def test_a_cache_that_may_have_no_end_or_is_cut_is_not_read():
+    read = []
+
+    def endless():
+        while True:
+            read.append(0)
+            yield np.zeros(3)
+
+    data = tf.data.Dataset.from_generator(endless, output_signature=tf.TensorSpec([3]))
+    for dataset in (data.batch(2).cache(), data.batch(2).cache().take(4)):
+        assert Batches(dataset).first_batch()[0].shape == (2, 3)
+    assert len(read) < 100
+    some = tf.data.Dataset.range(10**12).map(lambda i: (tf.ones([1, 2]), tf.ones([1]))).cache().take(5)
+    assert Batches(some).first_batch()[0].shape == (1, 2)

@@ -339,3 +339,22 @@ def test_a_model_that_passed_without_weights_is_checked_again_with_them(connect,
     }
     with pytest.raises(tfdist.UserError, match="metric 'weighted' differs by"):
         calls[weights_in]()
+
+
+class TakesTwo(keras.Model):
+    """Has a train_step that knows of no weights, which its validation has."""
+
+    def train_step(self, data):
+        x, y = data
+        return super().train_step((x, y))
+
+
+def test_weights_of_the_validation_are_not_given_to_the_training(connect):
+    x, distribution = np.random.default_rng(0).normal(size=(24, 1)), connect(2)
+    with distribution.scope():
+        inputs = keras.Input((1,))
+        model = TakesTwo(inputs, L.Dense(1)(inputs))
+        model.compile("sgd", "mse", weighted_metrics=["mae"])
+    data = (x, x, np.arange(1.0, 25))
+    history = tfdist.fit(model, x, x, batch_size=8, validation_data=data, distribution=distribution).history
+    assert history["val_mae"][0] > 0

@@ -330,17 +330,17 @@ class BatchOrder:
 
 
 def _fill_caches(dataset: tf.data.Dataset) -> bool:
-    """Reads what a data set keeps in a cache, which `prefetch()` behind it does or not, and so keeps another order.
-
-    Returns whether it has no end, as far as it knows.
-    """
-    inputs = [_fill_caches(part) for part in dataset._inputs()]
-    count = dataset.cardinality()
-    endless = bool(count == tf.data.INFINITE_CARDINALITY or (count < 0 and any(inputs)))
-    if type(dataset).__name__ == "CacheDataset" and dataset not in _FILLED and not endless:
-        _FILLED.add(dataset)
+    """Reads what is kept in a cache, since `prefetch()` behind it does or not; returns whether the data set ends."""
+    name, count = type(dataset).__name__, dataset.cardinality()
+    # A cache that is read in part, as before `take()`, keeps nothing.
+    ends = [_fill_caches(part) for part in dataset._inputs() if "Take" not in name]
+    # What filters data that end does end, too; what makes data sets of examples, as of a generator, may not.
+    keeps = ends == [True] and "FlatMap" not in name and "Interleave" not in name
+    known = count >= 0 or (count == tf.data.UNKNOWN_CARDINALITY and keeps)
+    if name == "CacheDataset" and dataset not in _FILLED and known:
         dataset.reduce(0, lambda number, *_: number)
-    return endless
+        _FILLED.add(dataset)
+    return bool(known)
 
 
 _FILLED = weakref.WeakSet[tf.data.Dataset]()

@@ -207,7 +207,7 @@ class Step:
             self._check(Layout(SAMPLE_ROWS, self.distribution.replicas, 1), "test")  # before a state is restored
 
     def rows_of(self, source: Source) -> tuple[Structure, ...]:
-        """Returns the sample rows, or those of a source that has weights or targets besides, which count, too."""
+        """Returns the sample rows, as far as the source has such; or its own, if it has weights or targets besides."""
         known = self.sample_rows or ()
         if self.sample_rows is None or source.entries <= len(known):
             return known[: source.entries]

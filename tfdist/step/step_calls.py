@@ -55,8 +55,6 @@ def step_of(
     kept = _STEPS.get(id(model))
     if kept is not None and kept.key == key:
         kept.step.replica.bare = source.bare
-        if kept.step.sample_rows and source.entries > len(kept.step.sample_rows):
-            kept.step.sample_rows = kept.step.rows_of(source)
         return kept.step
     preconditions.same_model(model, distribution, not outputs_only)
     step = Step(model, distribution)

@@ -118,7 +118,7 @@ class Evaluation:
         self._step.compiled("test", layout)  # refuses what cannot be evaluated
         self._step.check_batches("test", layout, source.sizes(layout.batch))
         self._tuner = StepsPerCallTuner(None)
-        self._virtual_replicas, self._rows = virtual_replicas, self._step.rows_of(source)
+        self._virtual_replicas, self._source = virtual_replicas, source
         self.examples = 0  # examples evaluated by the last run
 
     def check(self, choice: str, within_fit: bool = False) -> None:
@@ -126,10 +126,10 @@ class Evaluation:
 
         Args:
           choice: as `check_agreement` of `fit`.
-          within_fit: whether a training with these data has been checked.
+          within_fit: whether a training has been checked; that counts if it had weights, too.
         """
-        within_fit = within_fit and len(self._rows) == len(self._step.sample_rows or ())
-        equivalence_check.check_forward(self._step, "test", choice, self._virtual_replicas, self._rows, within_fit)
+        within_fit = within_fit and self._source.entries <= len(self._step.sample_rows or ())
+        equivalence_check.check_forward(self._step, "test", self._source, choice, self._virtual_replicas, within_fit)
 
     def run(
         self, callbacks: keras.callbacks.CallbackList | None, should_stop: Callable[[], str] = agreement.never
@@ -293,7 +293,7 @@ def _predict(
     feed, batches = _feed(source, layout, steps, "predict from")
     step = step_calls.step_of(model, distribution, source, outputs_only=True, batch=layout.batch)
     replica_sync_check.check_weights(model, distribution, "before a prediction")
-    equivalence_check.check_forward(step, "predict", check_agreement, virtual_replicas, step.rows_of(source))
+    equivalence_check.check_forward(step, "predict", source, check_agreement, virtual_replicas)
     called = on_this_worker(callbacks, model, distribution, verbose, batches)
     stoppable = any_needs_every_batch(called, distribution, "predict")
     source.reader.begin()

@@ -115,7 +115,8 @@ class FitLoop:
         with layer_state.unchanged(self._gathered):
             if initial is not None:
                 initial.put_back()
-            equivalence_check.check_training(self._step, choice, self._options.virtual_replicas, plan.layout.accumulate)
+            virtual, parts = self._options.virtual_replicas, plan.layout.accumulate
+            equivalence_check.check_training(self._step, plan.source, choice, virtual, parts)
             if plan.validation:
                 plan.validation.check(choice, within_fit=True)
 

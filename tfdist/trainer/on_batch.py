@@ -173,11 +173,11 @@ class _OnBatch:
         self._sync_check = ReplicaSyncCheck(distribution, optimizers=kind == "train")
         averaged: list[keras.Variable] = []
         if kind == "train":
-            self._prepare_training(options)
+            self._prepare_training(source, options)
             averaged = layer_state.averaged(model) if distribution.replicas > 1 and not virtual else []
         else:
             layer_state.average_statistics(model, distribution, virtual)
-            equivalence_check.check_forward(step, kind, options.check_agreement, virtual, step.rows_of(source))
+            equivalence_check.check_forward(step, kind, source, options.check_agreement, virtual)
         self._average = tf.function(lambda: distribution.average(averaged), autograph=False) if averaged else None
         if kind != "predict":
             preconditions.targets(model, step.output_shape, source)
@@ -188,7 +188,7 @@ class _OnBatch:
         self._batches = tf.constant(0), tf.constant(1)  # from and to which batch of a feed
         self._calls = self._checksum = 0
 
-    def _prepare_training(self, options: _Options) -> None:
+    def _prepare_training(self, source: sources.Source, options: _Options) -> None:
         step, model, distribution = self.step, self.step.model, self.step.distribution
         step_calls.trains(model)
         step.prepare_training()
@@ -196,7 +196,7 @@ class _OnBatch:
             logger.info("WARNING: the model has no trainable weights: no update changes it")
         training_state.separate_streams(model, distribution, apart=not options.virtual_replicas)
         with layer_state.unchanged(training_state.gathered_variables(model)):
-            equivalence_check.check_training(step, options.check_agreement, options.virtual_replicas)
+            equivalence_check.check_training(step, source, options.check_agreement, options.virtual_replicas)
 
     def __call__(self, columns: tuple) -> tuple:
         """Returns what the compiled function returns for a batch, see `Step.compiled`."""

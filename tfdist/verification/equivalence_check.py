@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from tfdist.config import cpu_kernels, local_files
 from tfdist.config.messages import logger
+from tfdist.data.protocol import Source
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
@@ -51,11 +52,12 @@ _AGREED: weakref.WeakKeyDictionary[Step, set[tuple[Comparison, int]]] = weakref.
 """Comparisons that have passed in this process, and whether with inputs alone (1), targets (2) or weights, too (3)."""
 
 
-def check_training(step: Step, choice: str, virtual_replicas: int = 0, accumulate: int = 1) -> None:
+def check_training(step: Step, source: Source, choice: str, virtual_replicas: int = 0, accumulate: int = 1) -> None:
     """Refuses, before its first update, a training that would not be what it is on one replica.
 
     Args:
       step: of the compiled model, prepared for training.
+      source: the data, of which the step has sample rows.
       choice: `on`, `off`, or `auto` to leave out models that have passed before.
       virtual_replicas, accumulate: virtual replicas (0 for none), or several micro-batches, are compared with the whole
         batch.
@@ -68,29 +70,29 @@ def check_training(step: Step, choice: str, virtual_replicas: int = 0, accumulat
     if step.sample_rows is None:
         return _refuse_by_structure(step, _comparisons(step, "train", virtual_replicas))
     for comparison in _comparisons(step, "train", virtual_replicas, accumulate):
-        samples = [step.sample_rows] if step.more_rows is None else [step.sample_rows, step.more_rows]
-        agreed, key = _AGREED.setdefault(step, set()), (comparison, len(step.sample_rows))
+        rows = step.rows_of(source)
+        samples = [rows] if step.more_rows is None else [rows, step.more_rows]
+        agreed, key = _AGREED.setdefault(step, set()), (comparison, len(rows))
         agree = [_agree(step, rows, comparison, choice, choice == "auto" and key in agreed) for rows in samples]
         if all(agree):
             agreed.add(key)
         if all(agree) and comparison.parts != "micro-batches":
-            _record_forward(step, comparison, choice == "auto")
+            _record_forward(step, rows, comparison, choice == "auto")
 
 
 def check_forward(
-    step: Step, kind: str, choice: str, virtual_replicas: int = 0, sample: tuple = (), within_fit: bool = False
+    step: Step, kind: str, source: Source, choice: str, virtual_replicas: int = 0, within_fit: bool = False
 ) -> None:
     """Refuses, before its first batch, an evaluation or a prediction that would not be what it is on one replica.
 
     Args:
       kind: `test` or `predict`.
-      choice, virtual_replicas: as for `check_training`.
-      sample: a few rows of its data.
+      source, choice, virtual_replicas: as for `check_training`.
       within_fit: whether it belongs to a training, with as many inputs, targets and weights, that has been checked.
     """
     if choice == "off" or step.sample_rows is None or (within_fit and _trains_as_it_measures(step)):
         return
-    rows = _rows_for(step, sample, kind)
+    rows = _rows_for(step, step.rows_of(source), kind)
     for comparison in _comparisons(step, kind, virtual_replicas):
         agreed, key = _AGREED.setdefault(step, set()), (comparison, len(rows))
         if _agree(step, rows, comparison, choice, passed=choice == "auto" and key in agreed):
@@ -110,7 +112,7 @@ def _rows_for(step: Step, rows: tuple[Structure, ...], kind: str) -> tuple[Struc
     return rows[:1] if inputs_only else rows
 
 
-def _record_forward(step: Step, comparison: Comparison, persist: bool) -> None:
+def _record_forward(step: Step, sample: tuple[Structure, ...], comparison: Comparison, persist: bool) -> None:
     """Records which forward checks a passed training covers, as it computes the same; `persist` for later processes."""
     model = step.model
     if not _trains_as_it_measures(step):
@@ -118,7 +120,7 @@ def _record_forward(step: Step, comparison: Comparison, persist: bool) -> None:
     losses = len(keras_internals.loss_entries(model))
     every = losses and losses == step.outputs and not preconditions.replaced(model, preconditions.PREDICTION)
     for kind in ("test", "predict") if every else ("test",):
-        other, rows = comparison._replace(kind=kind), _rows_for(step, step.sample_rows or (), kind)
+        other, rows = comparison._replace(kind=kind), _rows_for(step, sample, kind)
         _AGREED.setdefault(step, set()).add((other, len(rows)))
         if persist:
             record_pass(fingerprint(model, step.distribution, rows, other))
@@ -230,8 +232,11 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         _refuse_by_structure(step, [comparison])
         return False  # of which the first batch will say more
     except (ValueError, TypeError, tf.errors.OpError) as error:
-        if comparison.kind == "train" and not isinstance(error, tf.errors.OpError):  # of which the update says more
-            raise
+        if comparison.kind == "train":
+            if probe.computed_whole or not isinstance(error, tf.errors.OpError):
+                raise
+            _refuse_by_structure(step, [comparison])
+            return False  # the first update says more of what one replica cannot compute
         if probe.computed_whole:
             raise UserError(
                 f"{comparison} disagree on this model{_CONTEXT[comparison.kind]}: it cannot be computed from parts of "
@@ -415,7 +420,8 @@ def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure,
     optimizers = preconditions.optimizers(model) if kind == "train" else []
     layers = keras_internals.flat_layers(model)
     compiled = [*optimizers, *(keras_internals.compiled_with(model) if kind != "predict" else [])]
-    if preconditions.replaced(model, methods[kind]) or user_code.runs_own([*layers, *compiled]):
+    own = preconditions.replaced(model, methods[kind]) or user_code.runs_own([*layers, *compiled])
+    if own or any(isinstance(layer, _WRAPPERS) for layer in layers):
         return ""
     parts: list[str] = [tf.__version__, keras.__version__, tfdist.__version__, distribution.name]
     parts += [str(distribution.replicas), kind, str(comparison), distribution.jit, cpu_kernels.in_use()]
