@@ -124,7 +124,7 @@ def test_what_else_runs_in_replicas_is_traced_for_a_tpu(cores):
     for trace in (
         lambda: sync.check(prepared.model, ""),
         prepared.step.reset,
-        lambda: equivalence_check.check_training(prepared.step, "on"),
+        lambda: equivalence_check.check_training(prepared.step, prepared.source, "on"),
     ):
         with contextlib.suppress(tf.errors.OpError, tfdist.TrainingError):  # traced, and nobody is there to run it
             trace()
