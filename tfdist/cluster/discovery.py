@@ -204,8 +204,8 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
             )
         host = expand(environ[nodes], nodes)[0] if len(per_node) > 1 or size == 1 else "127.0.0.1"
     # Neighbouring jobs, steps and restarts get different ports: one may still hold its own when the next begins.
-    restarts = env_vars.number(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
-    port = _PORTS[(61 * env_vars.number(environ, "SLURM_JOB_ID") + 7 * int(step) + restarts) % len(_PORTS)]
+    job, restarts = env_vars.number(environ, "SLURM_JOB_ID"), env_vars.number(environ, "SLURM_RESTART_COUNT")
+    port = _PORTS[(61 * job + 7 * int(step) + restarts) % len(_PORTS)]
     return Cluster(SLURM, rank, size, local_rank, per_node[node], env_vars.master(environ, host, port))
 
 

@@ -50,7 +50,9 @@ def need(environ: Mapping[str, str], *names: str, beside: str) -> None:
 
 
 def number(environ: Mapping[str, str], name: str, least: int = 0) -> int:
-    """Reads a whole number of at least `least`, or raises UserError."""
+    """Reads a whole number of at least `least`, 0 where it is not set, or raises UserError."""
+    if name not in environ:
+        return 0
     text = environ[name]
     if not re.fullmatch(r"\d{1,18}", text, re.ASCII) or int(text) < least:
         raise UserError(f"{name}={text} is not a whole number of at least {least}", "correct it")
@@ -126,7 +128,7 @@ def _mlp(environ: Mapping[str, str]) -> PlatformNode | None:
         need(environ, "MLP_ROLE_INDEX", "MLP_WORKER_0_HOST", "MLP_WORKER_0_PORT", beside="MLP_WORKER_NUM")
     rank, nodes = pair({"MLP_ROLE_INDEX": "0", **environ}, "MLP_ROLE_INDEX", "MLP_WORKER_NUM")
     addr, port = host_and_port(environ, "MLP_WORKER_0_HOST", "MLP_WORKER_0_PORT")
-    return PlatformNode("MLP_WORKER_NUM", nodes, rank, _gpus(environ, "MLP_WORKER_GPU"), addr, port)
+    return PlatformNode("MLP_WORKER_NUM", nodes, rank, number(environ, "MLP_WORKER_GPU"), addr, port)
 
 
 def _kubeflow(environ: Mapping[str, str]) -> PlatformNode | None:
@@ -161,7 +163,7 @@ def _sagemaker(environ: Mapping[str, str]) -> PlatformNode | None:
     if environ["SM_CURRENT_HOST"] not in hosts:
         raise UserError(f"SM_CURRENT_HOST={environ['SM_CURRENT_HOST']} is none of SM_HOSTS: {', '.join(hosts)}")
     rank = hosts.index(environ["SM_CURRENT_HOST"])
-    return PlatformNode("SM_HOSTS", len(hosts), rank, _gpus(environ, "SM_NUM_GPUS"), hosts[0], PORT)
+    return PlatformNode("SM_HOSTS", len(hosts), rank, number(environ, "SM_NUM_GPUS"), hosts[0], PORT)
 
 
 def _skypilot(environ: Mapping[str, str]) -> PlatformNode | None:
@@ -172,7 +174,7 @@ def _skypilot(environ: Mapping[str, str]) -> PlatformNode | None:
     hosts = [checked_host(host, "SKYPILOT_NODE_IPS") for host in environ["SKYPILOT_NODE_IPS"].split()]
     counted = {**environ, "SKYPILOT_NODE_IPS": str(len(hosts))}
     rank, nodes = pair(counted, "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS")
-    gpus = _gpus(environ, "SKYPILOT_NUM_GPUS_PER_NODE")
+    gpus = number(environ, "SKYPILOT_NUM_GPUS_PER_NODE")
     return PlatformNode("SKYPILOT_NODE_RANK", nodes, rank, gpus, hosts[0], PORT)
 
 
@@ -183,7 +185,3 @@ def _dlc(environ: Mapping[str, str]) -> PlatformNode | None:
     addr, port = host_and_port(environ, "MASTER_ADDR", "MASTER_PORT")
     gpus = number(environ, "NPROC_PER_NODE", least=1)
     return PlatformNode("NPROC_PER_NODE", nodes, rank, gpus, addr, port or (PORT if addr else 0))
-
-
-def _gpus(environ: Mapping[str, str], name: str) -> int:
-    return number(environ, name) if name in environ else 0

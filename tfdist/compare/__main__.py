@@ -99,7 +99,6 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def _run(argv: list[str]) -> int:
-    del argv
     values = flags.FLAGS
     wanted, experiment = settings(values), validation.validate(values.config)
     if experiment.train.batch_size == 0:

@@ -117,12 +117,14 @@ def check_whole(name: str, value: object) -> None:
         raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
+def _numbers(field: str, text: str) -> dict[str, float]:
+    return {name: number(f"{name} in {field}", value) for name, value in assignments(field, text).items()}
+
+
 def layer_rates(optimizer: Optimizer) -> dict[str, float]:
     """Returns `optimizer.layer_rates` as factors by pattern."""
     field = "optimizer.layer_rates"
-    factors = {
-        name: number(f"{name} in {field}", text) for name, text in assignments(field, optimizer.layer_rates).items()
-    }
+    factors = _numbers(field, optimizer.layer_rates)
     for name, value in factors.items():
         if value <= 0:
             raise UserError(f"{name} in {field} must be positive, got {value:g}", "freeze layers with model.freeze")
@@ -134,7 +136,7 @@ def class_weights(text: str) -> dict[str, float]:
     field = "train.class_weight"
     if text == "balanced":
         return {}
-    weights = {name: number(f"{name} in {field}", value) for name, value in assignments(field, text).items()}
+    weights = _numbers(field, text)
     for name, value in weights.items():
         if value < 0:
             raise UserError(f"{name} in {field} must not be negative, got {value:g}")

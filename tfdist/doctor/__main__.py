@@ -129,7 +129,6 @@ def _show(report: display.Report) -> None:
 
 
 def _run(argv: list[str]) -> int:
-    del argv
     report = examine(_options(), dict(os.environ))
     _show(report)
     return 2 if worst(report.findings) == FAIL else 0
@@ -137,11 +136,7 @@ def _run(argv: list[str]) -> int:
 
 def main() -> None:
     """Runs `python -m tfdist.doctor`."""
-    runtime_options.define_flags()
-    values: Any = flags.FLAGS
-    for name in runtime_options.HELP:
-        if name not in _OF_TRAIN:  # what would change nothing here is refused
-            delattr(values, name)
+    runtime_options.define_flags(_OF_TRAIN)
     flags.DEFINE_string("workdir", "", "Folder of a run to examine, such as runs/digits; it need not exist yet.")
     flags.DEFINE_bool("json", False, "Print the findings as JSON.")
     flags.DEFINE_integer("master_port", None, "Port where tfdist.launch is to meet; 29500 if nothing else tells.")

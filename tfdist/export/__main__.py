@@ -78,7 +78,6 @@ def export(asked: trained_model.ModelRequest, formats: list[str], output: pathli
 
 
 def _run(argv: list[str]) -> int:
-    del argv
     values = flags.FLAGS
     for name in values.formats:
         if name not in NEEDED:

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoints import training_state
+from tfdist.cluster import standard_error
 from tfdist.data.structures import Structure
 from tfdist.errors import TrainingError, UserError, one_line
 from tfdist.export import saved_model
@@ -122,7 +123,6 @@ def _onnx(model: keras.Model, inputs: Structure, path: str) -> None:
 
 def _erfc(context: "tf2onnx.graph.Graph", node: "tf2onnx.graph.Node", name: str, arguments: list) -> None:
     """Replaces erfc(x) by 1 - erf(x); to be added to 1 or multiplied, it needs no more digits than that leaves."""
-    del name, arguments
     kind = context.get_dtype(node.output[0])
     one = context.make_const(f"{node.name}_one", np.array(1, "float32"))
     shape = context.get_shape(node.output[0])
@@ -156,19 +156,14 @@ def _quiet(name: str) -> Iterator[None]:
     """Silences converters, which tell much on the way; the check says what is wrong with the result."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
     try:
-        with warnings.catch_warnings():
+        with standard_error.kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except Exception as error:  # each converter has its own
         line = one_line(error, 300)
         raise TrainingError(f"the model cannot be written as {name} ({line}): leave {name} out of --formats") from error
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)
         logging.disable(before)
 
 

@@ -107,7 +107,6 @@ def _folder() -> pathlib.Path:
 
 
 def _run(argv: list[str]) -> int:
-    del argv
     command_line.clean_up_when_ended("ended by {}, Horovod is not built")
     options = (("MPI", flags.FLAGS.mpi), ("NCCL", flags.FLAGS.nccl))
     logger.info(ensure(("Gloo", *(name for name, wanted in options if wanted)), flags.FLAGS.sdist))

@@ -45,10 +45,8 @@ class Ready:
 
 def define_flags(output: str = "") -> None:
     """Registers the flags that both commands have; `output` is the help of --output."""
-    runtime_options.define_flags()
-    for name in runtime_options.HELP:
-        if name not in (*runtime_options.names(runtime_options.PlacementOptions), "check_agreement"):
-            delattr(flags.FLAGS, name)  # it would change nothing here, and so is refused
+    # Others would change nothing here, and so are refused.
+    runtime_options.define_flags((*runtime_options.names(runtime_options.PlacementOptions), "check_agreement"))
     define_model_flags()
     flags.DEFINE_string("output", "", output)
     flags.DEFINE_bool("overwrite", False, "Replace a file that --output names.")

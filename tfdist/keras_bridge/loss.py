@@ -180,7 +180,11 @@ class Objective:
         scaled = values
         if weight is not None:
             weight = tf.cast(weight, values.dtype)
-            _check_weights(loss, values, weight)
+            across = weight.shape.rank == 1 and values.shape.rank > 1 and values.shape[1:] != [1]
+            if across and not _is_keras_loss(loss):  # on one device Keras lays them along the last axis
+                what = f"loss {loss.name!r} returns {list(values.shape[1:])} values per example"
+                fix = "average them in the loss, or give a weight for each value"
+                raise UserError(f"{what}, and there is one weight for each", fix)
             scaled, weight = _same_rank(scaled, weight)
             scaled = scaled * weight
         if mask is not None:
@@ -300,15 +304,6 @@ def _same_rank(values: tf.Tensor, weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tens
     if weight.shape.rank == values.shape.rank + 1 and weight.shape[-1] == 1:
         return values, tf.squeeze(weight, -1)
     return values, weight
-
-
-def _check_weights(loss: keras.Loss, values: tf.Tensor, weight: tf.Tensor) -> None:
-    """Refuses weights that one device, where Keras itself weighs a user's loss, would lay along the last axis."""
-    if weight.shape.rank == 1 and values.shape.rank > 1 and values.shape[1:] != [1] and not _is_keras_loss(loss):
-        raise UserError(
-            f"loss {loss.name!r} returns {list(values.shape[1:])} values per example, and there is one weight for each",
-            "average them in the loss, or give a weight for each value",
-        )
 
 
 def _call_arguments(matched: MatchedLoss) -> tuple[Structure, Structure]:

@@ -347,9 +347,8 @@ class NodeAgent:
 
 def member(plan: LaunchPlan) -> Member:
     """Returns what this launcher sends when it registers."""
-    node = (
-        int(plan.nodes.rank != 0) if plan.nodes.elastic else plan.nodes.rank
-    )  # in an elastic job node 0 numbers the others
+    # In an elastic job node 0 numbers the others.
+    node = int(plan.nodes.rank != 0) if plan.nodes.elastic else plan.nodes.rank
     return Member("node", node, plan.facts, socket.gethostname(), os.getpid(), nproc=plan.nproc)
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -35,7 +35,11 @@ def build(experiment: config.Experiment, plan: Plan) -> keras.optimizers.Optimiz
     else:
         function = getattr(keras.optimizers, _CLASSES[wanted.name])
     if not plan.rate:
-        plan = dataclasses.replace(plan, rate=_own_rate(function, wanted.name))
+        own = inspect.signature(function).parameters.get("learning_rate")
+        if own is None or not isinstance(own.default, (int, float)):
+            what = f"optimizer.name={wanted.name!r} has no learning rate by default"
+            raise UserError(what, "set optimizer.learning_rate")
+        plan = dataclasses.replace(plan, rate=own.default)
     options["learning_rate"] = rate(experiment, plan)
     try:
         optimizer = user_functions.call("optimizer.options", function, options)
@@ -44,14 +48,6 @@ def build(experiment: config.Experiment, plan: Plan) -> keras.optimizers.Optimiz
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UserError(f"optimizer.name={wanted.name!r} must return a Keras optimizer, got {type(optimizer).__name__}")
     return optimizer
-
-
-def _own_rate(function: Callable[..., object], name: str) -> float:
-    """Returns the learning rate that an optimizer has by default."""
-    parameter = inspect.signature(function).parameters.get("learning_rate")
-    if parameter is None or not isinstance(parameter.default, (int, float)):
-        raise UserError(f"optimizer.name={name!r} has no learning rate by default", "set optimizer.learning_rate")
-    return parameter.default
 
 
 def exclude(model: keras.Model, wanted: config.Optimizer) -> None:

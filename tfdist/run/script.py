@@ -66,7 +66,9 @@ def _patched(program: Program, distribution: Distribution, environment: Environm
 
 def _executed(program: Program, distribution: Distribution) -> int:
     """Runs the program as `__main__`; returns its exit code and shows its traceback, without frames of tfdist."""
-    _forget_flags()
+    own = {flag.name for flag in flags.FLAGS.get_flags_for_module(sys.argv[0])}
+    for name in {*own, *runtime_options.HELP} & {*flags.FLAGS}:  # the script may define some with the same names
+        delattr(flags.FLAGS, name)
     sys.argv = [program.name, *program.arguments]
     sys.path[0] = "" if program.is_module else os.path.dirname(os.path.abspath(program.name))
     try:
@@ -118,14 +120,6 @@ def _place(trace: TracebackType | None, program: Program) -> str:
             place = f"{os.path.basename(trace.tb_frame.f_code.co_filename)}, line {trace.tb_lineno}"
         trace = trace.tb_next
     return place
-
-
-def _forget_flags() -> None:
-    """Removes this command's flags, since the script may define some with the same names."""
-    values = flags.FLAGS
-    own = [flag.name for flag in values.get_flags_for_module(sys.argv[0])]
-    for name in {*own, *runtime_options.HELP} & {*values}:
-        delattr(values, name)
 
 
 @contextlib.contextmanager

@@ -83,7 +83,6 @@ def command(values: flags.FlagValues, path: pathlib.Path) -> Callable[[space.Val
 
 
 def _run(argv: list[str]) -> int:
-    del argv
     values = flags.FLAGS
     if not values.sampler:
         values["sampler"].value = "tpe" if values.trials else "grid"
@@ -109,10 +108,7 @@ def _run(argv: list[str]) -> int:
 
 def main() -> None:
     """Entry point of `python -m tfdist.sweep`."""
-    runtime_options.define_flags()
-    for name in runtime_options.HELP:
-        if name not in OF_ALL_RUNS:
-            delattr(flags.FLAGS, name)
+    runtime_options.define_flags(OF_ALL_RUNS)
     over = "Fields with values or ranges: optimizer.learning_rate=log:1e-4:1e-1; optimizer.weight_decay=uniform:0:0.1; "
     flags.DEFINE_string("over", "", f"{over}train.batch_size=32,64.")
     flags.DEFINE_integer("trials", 0, "Number of runs whose values are sampled; 0: all combinations.", lower_bound=0)

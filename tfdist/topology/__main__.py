@@ -15,7 +15,6 @@ from tfdist.topology import environment, known
 
 
 def _run(argv: list[str]) -> int:
-    del argv
     values = flags.FLAGS
     if values.list:
         print("\n".join(known.lines()))

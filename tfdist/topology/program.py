@@ -97,7 +97,6 @@ def _reducing_in_layers(replicas: int) -> Iterator[None]:
     context = tf.distribute.get_replica_context()
 
     def all_reduce(reduce_op: tf.distribute.ReduceOp, value: Structure, options: Any = None) -> Structure:
-        del options
         if reduce_op is not tf.distribute.ReduceOp.SUM:
             raise UserError(f"a layer asks for {reduce_op} over the replicas, which --topology cannot compile")
         return tf.nest.map_structure(lambda t: _all_sum(t, replicas), value)

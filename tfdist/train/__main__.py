@@ -110,7 +110,6 @@ def _run(
 
 
 def _main(argv: list[str]) -> int:
-    del argv
     if flags.FLAGS.list:
         print(config_files.listing())
         return 0

@@ -217,7 +217,6 @@ def clean_up_when_ended(words: str = "") -> None:
     process = os.getpid()
 
     def end(number: int, frame: object) -> None:
-        del frame
         if os.getpid() != process:  # a forked child has inherited this, and nothing to clean up
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

@@ -29,8 +29,6 @@ from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 
 _MEMORY_SHARE = 0.25  # share of the machine's memory that `data.cache=auto` lets a decoded split take
-_KINDS = ("csv", "hf", "image_folder", "numpy", "parquet", "text", "tfrecord", "webdataset")
-"""Formats of `data.name`, before its colon."""
 
 
 def load(experiment: config.Experiment, prepare: bool = True, hold_out: bool = True) -> Loaded:
@@ -117,7 +115,7 @@ def load_data(
 
 def _is_function(name: str) -> bool:
     """Returns whether a `data.name` is that of a function, `package.module:function`."""
-    return name.partition(":")[0] not in _KINDS and field_syntax.is_reference(name)
+    return field_syntax.files(name) is None and field_syntax.is_reference(name)
 
 
 def _stored(experiment: config.Experiment, prepare: bool, hold_out: bool) -> Loaded:

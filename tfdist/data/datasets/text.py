@@ -150,7 +150,8 @@ def stdlib_text(length: int = 64, examples: int = 4096) -> dict:
     field_syntax.check_whole("data.options: length", length)
     field_syntax.check_whole("data.options: examples", examples)
     root = pathlib.Path(sysconfig.get_path("stdlib"))
-    paths = [p for m in MODULES if (p := _path(root, m)).is_file()]
+    # Some have become packages in later versions of Python.
+    paths = [path for m in MODULES for path in (root / f"{m}.py", root / m / "__init__.py") if path.is_file()]
     split = {
         "train": ([p for i, p in enumerate(paths) if i % 10], examples),
         "test": (paths[::10], max(1, examples // 10)),
@@ -161,9 +162,3 @@ def stdlib_text(length: int = 64, examples: int = 4096) -> dict:
         windows = whole.read(np.arange(min(limit, whole.windows))).astype(np.int32)
         made[name] = windows[:, :-1], windows[:, 1:]
     return made
-
-
-def _path(root: pathlib.Path, module: str) -> pathlib.Path:
-    """Finds the file of a module; some became packages in later versions of Python."""
-    path = root / f"{module}.py"
-    return path if path.is_file() else root / module / "__init__.py"

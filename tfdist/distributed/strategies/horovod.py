@@ -129,7 +129,6 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
             hvd.broadcast_variables([v.value for v in variables], root_rank=0)
 
     def all_reduce(reduce_op: tf.distribute.ReduceOp | str, value: object, options: object = None) -> object:
-        del options
         op = hvd.Average if getattr(reduce_op, "value", reduce_op).upper() == "MEAN" else hvd.Sum
         return tf.nest.map_structure(lambda t: hvd.allreduce(t, op=op), value)
 

@@ -256,7 +256,9 @@ def _start(
         peers.release_ports()
         _wait_for_the_chief(peers)
         strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
-        _give_back_sigterm()
+        handler = signal.getsignal(signal.SIGTERM)
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # which TensorFlow's server swallows otherwise
         return strategy
     except (tf.errors.OpError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "program startup" in str(error):
@@ -286,10 +288,3 @@ def _wait_for_the_chief(peers: Peers) -> None:
             return
         except OSError:  # TensorFlow will say what is wrong
             time.sleep(_PAUSE_S)
-
-
-def _give_back_sigterm() -> None:
-    """TensorFlow's server swallows SIGTERM: sets what Python believes to be set."""
-    handler = signal.getsignal(signal.SIGTERM)
-    if handler is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)

@@ -117,11 +117,3 @@ def needs_image(name: str, spec: Spec, smallest: int = 1) -> None:
             f"{spec.shape[0]}x{spec.shape[1]}",
             f"set data.image_size={smallest} or more",
         )
-
-
-def needs_sequence(name: str, spec: Spec) -> None:
-    """Refuses what is no sequence of whole numbers."""
-    if len(spec.shape) != 1:
-        raise UserError(f"model.name={name!r} needs sequences, the data has shape {list(spec.shape)}")
-    if not spec.dtype.startswith(("int", "uint")):
-        raise UserError(f"model.name={name!r} needs sequences of whole numbers, the data has {spec.dtype}")

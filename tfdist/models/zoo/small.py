@@ -115,7 +115,10 @@ def gpt(
       tied: the head has the weights of the embedding (Press and Wolf, 2017); otherwise its own.
       vocabulary: tokens; 0 for the 256 bytes, or as many as the data has if that is more.
     """
-    layers.needs_sequence("gpt", spec)
+    if len(spec.shape) != 1:
+        raise UserError(f"model.name='gpt' needs sequences, the data has shape {list(spec.shape)}")
+    if not spec.dtype.startswith(("int", "uint")):
+        raise UserError(f"model.name='gpt' needs sequences of whole numbers, the data has {spec.dtype}")
     layers.divides(width, heads)
     length = spec.shape[0]
     needed = max(int(spec.maximum) + 1, spec.classes or 0)

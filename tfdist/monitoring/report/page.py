@@ -61,14 +61,7 @@ def render(path: pathlib.Path, result: dict | None = None, findings: Findings | 
         ("environment", "Environment", lambda: tables.environment(record)),
     ]
     bodies = [(name, heading, _tolerant(make)) for name, heading, make in sections]
-    written = f"tfdist {mapping(record.result.get('versions')).get('tfdist', '')}, {time.strftime('%Y-%m-%d %H:%M %Z')}"
-    return assembled(
-        f"{record.name}: {record.result.get('status', 'not finished')}",
-        _tolerant(lambda: _header(record)),
-        _tolerant(lambda: _figures(record)),
-        [section for section in bodies if section[2]],
-        f"{path.absolute().name} · written by {written}",
-    )
+    return _under_header(record, [section for section in bodies if section[2]])
 
 
 def section_of_call(path: pathlib.Path, call: dict, lines: list[dict]) -> tuple[str, str, Html]:
@@ -100,13 +93,19 @@ def of_calls(path: pathlib.Path, result: dict, sections: Sequence[tuple[str, str
     environment = {"strategy": result.get("strategy"), "reason": result.get("why")}
     totals = {name: sum(call[name] for call in calls) for name in ("updates", "epochs", "seconds")} if calls else {}
     record = Record(path.absolute(), {}, environment, result | totals, [], [], [])
-    written = f"tfdist {mapping(result.get('versions')).get('tfdist', '')}, {time.strftime('%Y-%m-%d %H:%M %Z')}"
+    first = "calls-of-fit", "Calls of fit", join(listed, tag("p", more)) if calls else nothing
+    return _under_header(record, [first, *reversed(sections)])
+
+
+def _under_header(record: Record, sections: Sequence[tuple[str, str, Html]]) -> str:
+    """Returns a page with the header and the figures of a record above these sections."""
+    written = f"tfdist {mapping(record.result.get('versions')).get('tfdist', '')}, {time.strftime('%Y-%m-%d %H:%M %Z')}"
     return assembled(
-        f"{record.name}: {result['status']}",
+        f"{record.name}: {record.result.get('status', 'not finished')}",
         _tolerant(lambda: _header(record)),
         _tolerant(lambda: _figures(record)),
-        [("calls-of-fit", "Calls of fit", join(listed, tag("p", more)) if calls else nothing), *reversed(sections)],
-        f"{path.absolute().name} · written by {written}",
+        sections,
+        f"{record.path.absolute().name} · written by {written}",
     )
 
 
