@@ -1,12 +1,14 @@
 """What a callback changes within fit and could not take effect is refused."""
 
 import functools
+import types
 
 import keras
 import numpy as np
 import pytest
 
 import tfdist
+from tfdist.trainer import on_batch
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
@@ -33,20 +35,27 @@ class OwnStep(keras.Model):
         return super().train_step(data)
 
 
+class OtherLogs(keras.Model):
+    """One whose logs have other names, and are those of the last batch."""
+
+    def train_step(self, data):
+        return {"mine": super().train_step(data)["loss"]}
+
+
 class Measures(keras.callbacks.Callback):
     """Evaluates, predicts, trains and resets metrics within the training, and records what that gives and changes."""
 
-    def __init__(self, evaluate, predict, fit, data):
+    def __init__(self, by, data):
         super().__init__()
-        self.evaluate, self.predict, self.fit, self.data = evaluate, predict, fit, data
+        self.by, self.data = by, data
         self.seen, self.epoch, self.busy = [], 0, False
 
     def note(self, logs):
         self.seen.append([float(logs[name]) for name in sorted(logs)])
 
     def measure(self):
-        self.note(self.evaluate(self.model, *self.data, batch_size=8, verbose=0, return_dict=True))
-        self.note({"": np.square(self.predict(self.model, self.data[0], verbose=0)).sum()})
+        self.note(self.by.evaluate(self.model, *self.data, batch_size=8, verbose=0, return_dict=True))
+        self.note({"": np.square(self.by.predict(self.model, self.data[0], verbose=0)).sum()})
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
@@ -63,6 +72,9 @@ class Measures(keras.callbacks.Callback):
             return
         if (self.epoch, batch) in ((0, 2), (2, 6)):  # 6 is the last one
             self.measure()
+        if (self.epoch, batch) in ((0, 5), (1, 6), (2, 1), (3, 5)):
+            on_batch = self.by.test_on_batch if self.epoch % 2 else self.by.train_on_batch
+            self.note(on_batch(self.model, *self.data, return_dict=True))
         if (self.epoch, batch) == (3, 3):
             self.model.reset_metrics()
 
@@ -71,27 +83,28 @@ class Measures(keras.callbacks.Callback):
         self.note(self.model.get_metrics_result())
         if epoch == 3 and not self.busy:
             self.busy = True
-            self.fit(self.model, *self.data, batch_size=8, shuffle=False, verbose=0, callbacks=[self])
+            self.by.fit(self.model, *self.data, batch_size=8, shuffle=False, verbose=0, callbacks=[self])
 
 
-@pytest.mark.parametrize("kind", [keras.Model, OwnStep])
+@pytest.mark.parametrize("kind", [keras.Model, OwnStep, OtherLogs])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_what_a_callback_measures_within_fit_counts_as_in_keras(connect, kind, replicas):
     random = np.random.default_rng(0)
     x, y = random.normal(size=(72, 4)).astype("float32"), random.integers(0, 3, 72)
 
-    def trained(fit, scope, *ways):
+    def trained(by, scope):
         keras.utils.set_random_seed(1)
         with scope:
             inputs = keras.Input((4,))
             model = kind(inputs, keras.layers.Dense(3, "softmax")(inputs))
             model.compile(keras.optimizers.SGD(0.3), "sparse_categorical_crossentropy", metrics=["accuracy"])
-        callback = Measures(*ways, fit, (x[50:], y[50:]))
-        fit(model, x[:50], y[:50], batch_size=8, epochs=4, shuffle=False, verbose=0, callbacks=[callback])
+        callback = Measures(by, (x[50:], y[50:]))
+        by.fit(model, x[:50], y[:50], batch_size=8, epochs=4, shuffle=False, verbose=0, callbacks=[callback])
         return [np.concatenate(callback.seen), np.concatenate([w.ravel() for w in model.get_weights()])]
 
-    theirs = trained(keras.Model.fit, connect(1).scope(), keras.Model.evaluate, keras.Model.predict)
-    ways = (functools.partial(way, distribution=connect(replicas)) for way in (tfdist.evaluate, tfdist.predict))
-    ours = trained(functools.partial(tfdist.fit, distribution=connect(replicas)), connect(replicas).scope(), *ways)
+    functions = tfdist.fit, tfdist.evaluate, tfdist.predict, on_batch.train_on_batch, on_batch.test_on_batch
+    by = {f.__name__: functools.partial(f, distribution=connect(replicas)) for f in functions}
+    ours = trained(types.SimpleNamespace(**by), connect(replicas).scope())
+    theirs = trained(keras.Model, connect(1).scope())
     for mine, of_keras in zip(ours, theirs):
         np.testing.assert_allclose(mine, of_keras, rtol=2e-5, atol=1e-6)

@@ -118,7 +118,6 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, step: Calla
             norm=zero,
             ended=seconds_now(),
         )
-        shapes = LoopState(*(tensor.shape for tensor in start))
         if alone:
             end = body(*start)
         else:
@@ -126,7 +125,7 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, step: Calla
                 lambda *entries: tf.logical_and(LoopState(*entries).i < last, LoopState(*entries).more),
                 body,
                 start,
-                shape_invariants=shapes._replace(sums=tf.TensorShape([None])) if losses is None else shapes,
+                shape_invariants=LoopState(*(entry.shape for entry in start))._replace(sums=tf.TensorShape([losses])),
                 parallel_iterations=1 if distribution.workers > 1 else 10,  # two would have one name in flight twice
             )
         if losses is not None:
@@ -251,7 +250,7 @@ class LastLogs:
 
     def __init__(self, model: keras.Model, names: LogNames, examples: float = 0.0):
         self._names, self._resets = names, metrics.resets(model)
-        self._seen = self._resets()
+        self._seen, self._alike = self._resets(), True
         self.sums = np.zeros(0)
         self.examples = examples
 
@@ -269,7 +268,8 @@ class LastLogs:
         """Returns the logs by name; as in Keras the metrics' results where the names are the same."""
         values = {name: as_python(tensor) for name, tensor in results.items()}
         plain = dict(zip(self._names.plain, self.sums[1:].tolist()))
-        if {*plain, *self._names.of_metrics} == set(values):
+        self._alike = {*plain, *self._names.of_metrics} == set(values)
+        if self._alike:
             return values
         of_metrics = {
             name: values[known] if isinstance(known, str) else {key: values[key] for key in known}
@@ -278,9 +278,9 @@ class LastLogs:
         return {**plain, **of_metrics}
 
     def refresh(self) -> bool:
-        """Returns whether a callback has changed the metrics."""
+        """Returns whether a callback has changed the metrics, and the logs with them; see `logs`."""
         before, self._seen = self._seen, self._resets()
-        return before != self._seen
+        return before != self._seen and self._alike
 
 
 def as_python(tensor: tf.Tensor) -> float | np.ndarray:

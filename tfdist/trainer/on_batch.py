@@ -19,7 +19,7 @@ from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.keras_bridge import keras_internals, layer_state, preconditions
+from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions
 from tfdist.step import step_calls
 from tfdist.step.batch_loop import CallResult, as_python
 from tfdist.verification import equivalence_check
@@ -205,22 +205,21 @@ class _OnBatch:
         step.replica.bare = self._bare
         call, count, rows = self._functions.get(shapes) or self._function(shapes, columns)
         self._compare(leaves)
+        if self.kind != "predict":
+            metrics.count_reset(step.model)  # or it goes unseen by a `fit` whose callback this is
         if rows:
             columns = keras.tree.map_structure(lambda tensor: tensor[rows], columns)
         if self._late:
             step.reset()
         arguments = ((columns, count), *self._batches[: 1 if self.kind == "predict" else 2])
         updates = self._calls - 1 if self.kind == "train" else None
-        variables = None if id(call) in step.warm else self._of_metrics()
+        variables = None if id(call) in step.warm else len(step.model.metrics_variables)
         result = step_calls.run(step, call, arguments, None, updates)
-        if variables is not None and variables != self._of_metrics():
+        if variables is not None and variables != len(step.model.metrics_variables):
             self._late = keras_internals.RESETS_ON_BATCH
         if self._average:  # somebody may read or save the statistics at any time
             self._average()
         return result
-
-    def _of_metrics(self) -> int:
-        return sum(len(metric.variables) for metric in self.step.model.metrics)
 
     def _function(self, shapes: tuple, columns: tuple) -> tuple[Callable, tf.Tensor, slice | None]:
         """Returns the compiled function for a batch: one for as many rows as the first has, one for any others."""
