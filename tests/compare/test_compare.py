@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import signal
@@ -241,8 +242,9 @@ def test_efficiency_is_by_replica_and_only_between_likes():
     assert not results.rated(row("mirrored 4", 180.0), ONE, cores=None).oversubscribed
     for other in (row("mirrored 2", jit="on"), row("default 1", threads=2)):
         assert results.rated(other, ONE, 2).efficiency is None
-    changed = results.rated(row("mirrored 2", evaluation={"loss": 0.4, "auc": 1.0}), ONE, 2)
-    assert changed.evaluation_difference == {"loss": pytest.approx(-0.1)}
+    changed = results.rated(row("mirrored 2", evaluation={"loss": 0.4, "accuracy": None}), ONE, 2)
+    assert changed.evaluation_difference == pytest.approx({"loss": -0.1, "accuracy": math.nan}, nan_ok=True)
+    assert results.judged(changed, ONE, apart(0.0), 1e-2).why.endswith("accuracy (nan apart)")
 
 
 def test_what_a_distance_means():
@@ -252,8 +254,8 @@ def test_what_a_distance_means():
     assert judge(float("nan")) == "different"
     same_bits = dataclasses.replace(two, weights_sha256=ONE.weights_sha256)
     assert judge(0.0, of=same_bits) == "identical"
-    elsewhere = dataclasses.replace(two, evaluation_difference={"loss": 0.01})
-    assert judge(1e-6, of=elsewhere) == "different"
+    for name, by, verdict in [("loss", 0.01, "different"), ("auc", 4e-4, "same"), ("auc", -0.4, "different")]:
+        assert judge(1e-6, of=dataclasses.replace(two, evaluation_difference={name: by})) == verdict
     assert (
         weight_distance.tolerance("float32", "bfloat16") == 1e-2
         and weight_distance.tolerance("float64", "float32") == 1e-11
@@ -349,8 +351,9 @@ def test_exit_codes():
 
 
 def test_figures_of_a_run_with_and_without_the_time():
-    result = {"examples_per_second": 5.0, "history": {"loss": [1.0, None]}, "evaluation": {"loss": 1.0}}
+    result = {"examples_per_second": 5.0, "history": {"loss": [1.0, None]}, "evaluation": {"f1": [0.5, 1.0]}}
     assert results.measured(result, {})["time"] == {}
+    assert results.measured(result, {})["evaluation"] == {"f1[0]": 0.5, "f1[1]": 1.0}
     result["time"] = {"input": 1.0, "compute": 3.0, "all_reduce": None, "python": 0.0, "later": 9.0}
     assert results.measured(result, {})["time"] == {"input": 0.25, "compute": 0.75, "all_reduce": None, "python": 0.0}
     result["time"] = None

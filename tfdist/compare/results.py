@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from tfdist.verification.weight_distance import Difference
 
@@ -18,7 +20,8 @@ SIMPLEST = ("default", "mirrored", "multi_worker", "horovod", "tpu")
 """What needs least first: a process, several, another library."""
 CLOSE = 0.05  # A strategy that is faster by no more than this is not worth being less simple
 EVALUATION = 10.0
-"""How much further than the weights the loss of the evaluation may be apart, as in the tests of the promise."""
+"""How much further than the weights what they are evaluated to may be apart, as in the tests of the promise."""
+COUNTED = 1e-3  # the same for metrics: rounding may move an example, which they count, over the border of a class
 BUSY = 0.25  # cores that other programs may take before it is said
 SHORT_S = 1.0  # A speed that rests on less is rough
 JUDGED = ("reference", "identical", "same", "rounding")
@@ -71,8 +74,13 @@ def measured(result: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[
     spent = {name: seconds for name, seconds in (result.get("time") or {}).items() if name in PARTS}
     total = sum(seconds for seconds in spent.values() if seconds)
     copied = ("examples_per_second", "seconds_to_first_update", "peak_memory_bytes", "peak_device_memory_bytes",
-              "flops_share", "evaluation", "weights_sha256")  # fmt: skip
+              "flops_share", "weights_sha256")  # fmt: skip
     return {name: result[name] for name in copied if name in result} | {
+        "evaluation": {  # by class, as F1Score gives it, under a name for each
+            name + "".join(f"[{i}]" for i in place): value
+            for name, values in result.get("evaluation", {}).items()
+            for place, value in np.ndenumerate(np.array(values, object))
+        },
         "jit": environment.get("jit", ""),
         "steady_seconds": total if spent else None,
         "time": {name: None if s is None else s / total for name, s in spent.items()} if total else {},
@@ -88,9 +96,9 @@ def rated(row: Row, reference: Row, cores: int | None) -> Row:
         if row.threads == reference.threads and row.jit == reference.jit:  # else it compares two other things
             efficiency = speedup / row.replicas
     crowded = cores is not None and row.replicas * (row.threads or 1) > cores
+    pairs = {name: (value, reference.evaluation.get(name, value)) for name, value in row.evaluation.items()}
+    differences = {name: 0.0 if a == b else math.nan if None in (a, b) else a - b for name, (a, b) in pairs.items()}
     row = dataclasses.replace(row, speedup=speedup, efficiency=efficiency, oversubscribed=crowded)
-    pairs = {name: (value, reference.evaluation.get(name)) for name, value in row.evaluation.items()}
-    differences = {name: a - b for name, (a, b) in pairs.items() if a is not None and b is not None}
     return dataclasses.replace(row, evaluation_difference=differences)
 
 
@@ -100,7 +108,11 @@ def judged(row: Row, reference: Row, difference: "Difference", tolerance: float)
     Tolerance 0, with virtual replicas, demands all bits, also of what was measured on the way.
     """
     distance = difference.distance
-    apart = abs(row.evaluation_difference.get("loss", 0.0))
+    far = []
+    for name, apart in row.evaluation_difference.items():
+        most = EVALUATION * tolerance * max(1.0, abs(row.evaluation.get(name) or 0.0))
+        if not abs(apart) <= max(most, COUNTED if name != "loss" else 0.0):  # NaN, too
+            far.append(f"{name} ({abs(apart):.1e} apart)")
     identical = row.weights_sha256 == reference.weights_sha256 and distance == 0
     verdict, why = "identical" if identical else "same", ""
     if not tolerance and not identical:
@@ -109,8 +121,8 @@ def judged(row: Row, reference: Row, difference: "Difference", tolerance: float)
         why = "the weights are the same to the last bit, and the losses on the way or the evaluation are not"
     elif tolerance and not distance <= tolerance:  # NaN, too
         why = f"{distance:.1e} is more than {tolerance:g}"
-    elif tolerance and apart > EVALUATION * tolerance * max(1.0, abs(row.evaluation.get("loss", 0.0))):
-        why = f"the same weights are evaluated to another loss ({apart:.1e} apart)"
+    elif tolerance and far:
+        why = f"the same weights are evaluated to another {far[0]}"
     row = dataclasses.replace(row, weights="different" if why else verdict, why=why, variable=difference.variable)
     largest, scale = _finite(difference.largest), _finite(difference.scale)
     return dataclasses.replace(row, distance=_finite(distance), largest=largest, scale=scale)
