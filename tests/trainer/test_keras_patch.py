@@ -123,8 +123,9 @@ def test_a_saved_model_of_the_script_is_called_and_trained_upon(patched, tmp_pat
     above.fit(X, Y, batch_size=45, verbose=0)
     gradient = -2 * np.mean(np.asarray(model(X)) * Y[:, None], 0)
     np.testing.assert_allclose(above.get_weights()[-2][:, 0], -0.01 * gradient, rtol=1e-5)
-    served = tf.saved_model.load(tmp_path)
-    for outputs in served.serve(X), keras.Sequential([loaded]).predict(X, verbose=0):
+    ways = tf.saved_model.load, tf.compat.v1.saved_model.load_v2, tf.compat.v2.saved_model.load
+    served = [load(tmp_path) for load in ways]
+    for outputs in *(each.serve(X) for each in served), keras.Sequential([loaded]).predict(X, verbose=0):
         np.testing.assert_allclose(outputs, model(X), rtol=1e-6)
 
 

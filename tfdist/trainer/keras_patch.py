@@ -105,8 +105,9 @@ class KerasPatch:
                 self._replace(module, name, self._running(getattr(module, name)))
         # What a SavedModel holds in several copies cannot be read outside of replicas. When Keras exports a model, it
         # imports the module by this name, and makes another one of `tf.saved_model`.
-        saved_model = importlib.import_module("tensorflow.saved_model")
-        self._replace(saved_model, "load", keras_internals.outside_scope()(saved_model.load))
+        saved_model, compat = importlib.import_module("tensorflow.saved_model"), tf.compat
+        for owner, name in (saved_model, "load"), (compat.v2.saved_model, "load"), (compat.v1.saved_model, "load_v2"):
+            self._replace(owner, name, keras_internals.outside_scope()(getattr(owner, name)))
         # `keras.utils.clear_session` calls it, and a new graph has lost the scope.
         self._replace(tf.compat.v1, "reset_default_graph", self._in_scope(tf.compat.v1.reset_default_graph))
         self._scope.enter_context(self.distribution.scope())
