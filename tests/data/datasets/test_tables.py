@@ -259,6 +259,8 @@ def test_a_column_that_turns_out_to_be_texts_late(tmp_path, monkeypatch):
         ("a,b\n1,x\n2,\n", {"target": "b"}, "1 rows in train of csv:.* have no target 'b'"),
         ("a,b\n1,2\n1," + "2" * 140_000, {"target": "b"},
          r"t.csv cannot be read after line \d: field larger than field limit"),
+        ('a,b\n"1,5",1\n,2\n2,1\n', {"target": "b"}, r"column 'a' of .*t.csv has '1,5', .* or set categories=\['a'\]"),
+        ("a;b\n1;1.250,5\n2;1.125\n", {"target": "b", "delimiter": ";"}, r"column 'b' of .*t.csv has '1.250,5', which"),
         ("a,b\n" + "".join(f"n{i},1\n" for i in range(1200)), {"target": "b"},
          (r"column 'a' has 1,200 different texts in 1,200 training rows, more than a category has: leave it out "
           r"with data.options=leave_out=\['a'\]")),

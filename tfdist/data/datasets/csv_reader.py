@@ -9,6 +9,7 @@ import gzip
 import io
 import itertools
 import math
+import re
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))  # missing numbers, in any case; of a category, ""
 NUMBERS = 0.95  # share of a column's values that must be numbers, or it is a category; the rest are bad rows
+_COMMAS = re.compile(r"[-+]?(\d+(,\d{3})*(\.\d+)?|\d+(\.\d{3})*(,\d+)?)(e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
 LARGEST = float(np.finfo(np.float32).max)  # more than this would be infinite as a target
 _CHUNK = 20_000
 BAD_ROWS = "more bad rows"
@@ -150,18 +152,27 @@ def read(
       skip: leave out bad rows (another number of fields than the header; no number of float32 in a column of numbers;
         wrong quotes) instead of refusing them; None where that cannot be asked for.
     """
-    columns, kinds = list(columns), dict(kinds)
+    columns, given, kinds = list(columns), set(kinds), dict(kinds)
     collecting = gc.isenabled()
     gc.disable()  # it looks through all of TensorFlow again and again while lists are made: a third of the time
     try:
         while True:
             try:
-                return _Reader(columns, kinds, delimiter).read(paths, skip)
+                table = _Reader(columns, kinds, delimiter).read(paths, skip)
+                break
             except _ManyTexts as column:
                 kinds[str(column)] = "category"
     finally:
         if collecting:
             gc.enable()
+    for name in table.categories.keys() - given:
+        present = [text for text in table.texts[name] if text.lower() not in MISSING]
+        with_comma = next((text for text in present if "," in text), None)
+        if with_comma and all(map(_COMMAS.fullmatch, present)):
+            what = f"column {name!r} of {paths[0]} has {with_comma!r}, which would be the name of a category"
+            fix = f"write numbers with a decimal point and nothing else, or set categories={[name]} in data.options"
+            raise UserError(what, fix)
+    return table
 
 
 class _Reader(TableBuilder):
