@@ -93,11 +93,11 @@ def test_single_losses_add_up(reference):
 
 
 def test_keras_adam_mistakes_a_sparse_gradient_that_repeats_a_row():
-    """It squares the slices before it adds them up. tfdist adds first; should this fail, Keras has been mended."""
+    """It squares, and clips, the slices before it adds them up. tfdist adds first; should this fail, that is mended."""
 
-    def after(densify):
+    def after(densify, kind="Adam", **clip):
         variable = keras.Variable(np.ones((1, 1), "float32"))
-        optimizer = keras.optimizers.Adam(0.1)
+        optimizer = getattr(keras.optimizers, kind)(0.1, **clip)
         optimizer.build([variable])
         for _ in range(2):
             grad = tf.IndexedSlices(tf.constant([[1.0], [-0.9]]), tf.constant([0, 0]), tf.constant([1, 1]))
@@ -106,6 +106,8 @@ def test_keras_adam_mistakes_a_sparse_gradient_that_repeats_a_row():
 
     assert after(densify=True) == pytest.approx(0.8, abs=1e-3)
     assert after(densify=False) > 0.97
+    for clip in {"clipnorm": 0.1}, {"global_clipnorm": 0.1}, {"clipvalue": 0.08}:
+        assert after(True, "SGD", **clip) < after(False, "SGD", **clip) - 1e-3
 
 
 def test_keras_counts_an_update_that_it_did_not_make_where_data_ends_unforeseen(connect):
