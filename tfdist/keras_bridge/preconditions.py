@@ -50,8 +50,8 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     return list({id(o): o for o in values if isinstance(o, keras.optimizers.Optimizer)}.values())
 
 
-def scope(model: keras.Model, distribution: Distribution) -> None:
-    """Refuses a model that was created under another strategy, or that has methods which tfdist does not call."""
+def scope(model: keras.Model, distribution: Distribution, virtual_replicas: int = 0) -> None:
+    """Refuses a model of another strategy, with methods which tfdist does not call, or not for virtual replicas."""
     by_keras = keras.distribution.distribution()  # which Keras' TensorFlow backend takes and never looks at
     if by_keras is not None:
         what = f"keras.distribution.set_distribution({type(by_keras).__name__}) has no effect on the TensorFlow backend"
@@ -66,6 +66,8 @@ def scope(model: keras.Model, distribution: Distribution) -> None:
             "create it inside `with distribution.scope():` of the one that "
             "tfdist.connect() returned, and use it with that",
         )
+    if virtual_replicas:
+        virtual(model, distribution, virtual_replicas)
 
 
 def created_in_scope(model: keras.Model, distribution: Distribution) -> None:
@@ -101,9 +103,7 @@ def not_of_horovod(kind: str, things: Iterable[object]) -> None:
 
 def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, virtual_replicas: int = 0) -> None:
     """Refuses a model that is not compiled, or that computes what cannot be summed over replicas and micro-batches."""
-    scope(model, distribution)
-    if virtual_replicas:
-        virtual(model, distribution, virtual_replicas)
+    scope(model, distribution, virtual_replicas)
     parts = accumulate * max(virtual_replicas, distribution.replicas)
     if not model.compiled:
         raise UserError("the model is not compiled", "call model.compile(optimizer, loss) first")

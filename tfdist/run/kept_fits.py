@@ -61,6 +61,7 @@ class KeptFits:
         self._fits = self._folder.path / FITS
         self._report = fit_report.Report(self._folder)
         self._number = self._depth = 0
+        self._written: list[str] = []  # what ModelCheckpoints of the calls write, in this start
         self._warned = False  # of state that cannot be kept
         self._trained_again = False  # whether a call of this start has, and so others may begin with other bits
 
@@ -92,6 +93,10 @@ class KeptFits:
         if own and not before and not self._warned:
             self._warned = True
             logger.info(f"WARNING: after a kill, calls of fit as this one train again from their start: {own}")
+        for path in (path for path in _written(arguments) if self._written.count(path) == 1):
+            what = f"call {self._number} of fit writes {path}, as an earlier one does"
+            logger.info(f"WARNING: {what}, and may be refused after a kill: give each call a file of its own")
+        self._written += _written(arguments)
         if before:
             # A line has told why they may be others: the script draws without a seed, or trained again with other bits.
             if self._trained_again or before["begin"] != _random_state():
@@ -170,9 +175,8 @@ class KeptFits:
         """Sets them as they were when the call ended, and records that, and what callbacks have written."""
         if record["end"] is not None:
             _set_random_state(record["end"])
-        # Of ModelCheckpoint: a later call may write the same file, which the script has loaded between the two.
-        names = [str(getattr(callback, "filepath", "")) for callback in _callbacks(arguments)]
-        self._write(folder, record | {"end": _random_state(), "files": _checksums(names)})
+        # A later call may write the same file, which the script has loaded between the two.
+        self._write(folder, record | {"end": _random_state(), "files": _checksums(_written(arguments))})
 
     def _write(self, folder: pathlib.Path, record: dict[str, Any]) -> None:
         if self._distribution.is_chief:
@@ -265,6 +269,11 @@ def _setup(thing: Any) -> object:
 def _callbacks(arguments: Mapping[str, Any]) -> list[keras.callbacks.Callback]:
     given = arguments.get("callbacks") or []
     return given.callbacks if isinstance(given, keras.callbacks.CallbackList) else keras.tree.flatten(given)
+
+
+def _written(arguments: Mapping[str, Any]) -> list[str]:
+    """Returns what ModelCheckpoints write."""
+    return [str(path) for callback in _callbacks(arguments) if (path := getattr(callback, "filepath", ""))]
 
 
 def _not_kept(arguments: Mapping[str, Any]) -> str:

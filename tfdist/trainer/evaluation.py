@@ -285,9 +285,7 @@ def _predict(
       should_stop: called after each batch, if given.
     """
     preconditions.among("check_agreement", check_agreement, equivalence_check.CHOICES)
-    preconditions.scope(model, distribution)
-    if virtual_replicas:
-        preconditions.virtual(model, distribution, virtual_replicas)
+    preconditions.scope(model, distribution, virtual_replicas)
     layer_state.average_statistics(model, distribution, virtual_replicas)
     layout = sources.layout_of(source, batch_size, distribution, 1, least=False, virtual_replicas=virtual_replicas)
     feed, batches = _feed(source, layout, steps, "predict from")

@@ -162,9 +162,7 @@ class _OnBatch:
         if kind != "predict":
             preconditions.model_fits(model, distribution, 1, virtual)
         else:
-            preconditions.scope(model, distribution)
-            if virtual:
-                preconditions.virtual(model, distribution, virtual)
+            preconditions.scope(model, distribution, virtual)
         source = _Batch(keras.tree.map_structure(np.asarray, columns))
         self._first = source.size
         self._layout = sources.layout_of(source, source.size, distribution, 1, least=False, virtual_replicas=virtual)

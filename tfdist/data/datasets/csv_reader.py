@@ -167,9 +167,8 @@ def read(
             gc.enable()
     for name in table.categories.keys() - given:
         present = [text for text in table.texts[name] if text.lower() not in MISSING]
-        with_comma = next((text for text in present if "," in text), None)
-        if with_comma and all(map(_COMMAS.fullmatch, present)):
-            what = f"column {name!r} of {paths[0]} has {with_comma!r}, which would be the name of a category"
+        if all(map(_COMMAS.fullmatch, present)) and (odd := [text for text in present if "," in text]):
+            what = f"column {name!r} of {paths[0]} has {odd[0]!r}, which would be the name of a category"
             fix = f"write numbers with a decimal point and nothing else, or set categories={[name]} in data.options"
             raise UserError(what, fix)
     return table
