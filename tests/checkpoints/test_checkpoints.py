@@ -131,8 +131,7 @@ def test_on_other_replicas_it_goes_on_within_rounding(chain, calls, connect, tmp
         if done:
             break
     assert done, "it never came to its end"
-    for ours, theirs in zip(done[2], whole[2]):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    training_cases.all_same(done[2], whole[2], rtol=1e-5, atol=1e-6)
     for name in whole[1]:
         assert done[1][name] == pytest.approx(whole[1][name], rel=1e-5)
 
@@ -143,8 +142,7 @@ def test_another_accumulate_goes_on_within_rounding(connect, tmp_path):
     whole = train(connect(1), made=plain())
     assert train(connect(1), made=plain(), stop=7, checkpoints=kept(tmp_path, every="1000 steps")) is None
     done = train(connect(1), made=plain(), accumulate=3, checkpoints=kept(tmp_path, every="1000 steps"))
-    for ours, theirs in zip(done[2], whole[2]):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    training_cases.all_same(done[2], whole[2], rtol=1e-5, atol=1e-6)
 
 
 def test_taking_checkpoints_changes_nothing_and_keeps_the_newest_and_the_best(connect, tmp_path):

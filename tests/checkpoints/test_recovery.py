@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from support import network_hosts, processes, undisturbed_runs
+from support.small_disks import mounted  # noqa: F401  a fixture
 from support.undisturbed_runs import HOROVODRUN, LAUNCH, TRAIN, WAYS, result
 
 pytest_plugins = ("support.network_hosts",)  # its fixtures
@@ -308,24 +309,11 @@ def test_a_folder_that_is_removed_in_mid_run_is_made_anew(start, tmp_path, whole
     assert (tmp_path / "run/checkpoints/240/manifest.json").exists()
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 400 kB at `run`."""
-    if os.geteuid():
-        pytest.skip("only root can mount a small file system")
-    (tmp_path / "run").mkdir()
-    made = processes.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path / "run"], capture_output=True)
-    if made.returncode:
-        pytest.skip(f"this kernel forbids mounts: {made.stderr.decode().strip()}")
-    yield tmp_path / "run"
-    processes.run(["umount", "-l", tmp_path / "run"], check=True)
-
-
 @pytest.mark.whole
-def test_a_full_disk_costs_no_checkpoint_that_was_there(small_disk, start, tmp_path, whole):
+def test_a_full_disk_costs_no_checkpoint_that_was_there(mounted, start, tmp_path, whole):  # noqa: F811
+    ballast = mounted(tmp_path / "run", "size=400k") / "ballast"
     program = start(*WAYS["default"], *FLAGS)
     program.until("epoch 2/8")
-    ballast = small_disk / "ballast"
     with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from support.refusals import refused
+from support.training_cases import all_same
 
 import tfdist
 from tfdist.data import sources
@@ -101,8 +102,7 @@ def test_it_continues_anywhere_and_reads_nothing_twice():
 
         fresh = RecordFeed(dataclasses.replace(numbers(), read=read), layout, shuffle=5, seed=5)
         fresh.resume(update, 0, update)
-        for a, b in zip(taken(fresh, layout, update)[0], expected[update]):
-            np.testing.assert_array_equal(a, b)
+        all_same(taken(fresh, layout, update)[0], expected[update])
         assert expected[update][0].tolist() in asked
         assert not [rows for rows, _ in expected[:update] if rows.tolist() in asked], "what was seen is read again"
     again = through.next(7, 1)
@@ -122,8 +122,7 @@ def test_measuring_again_and_again_sees_the_same():
     layout = Layout(BATCH, 2, 1)
     feed = RecordFeed(numbers(), layout)
     rounds = [[taken(feed, layout, update)[0] for update in range(3)] for _ in range(2)]
-    for a, b in zip(itertools.chain(*rounds[0]), itertools.chain(*rounds[1])):
-        np.testing.assert_array_equal(a, b)
+    all_same(itertools.chain(*rounds[0]), itertools.chain(*rounds[1]))
     rows = np.concatenate([batch[0][: (24, 24, 13)[i]] for i, batch in enumerate(rounds[0])])
     np.testing.assert_array_equal(rows, np.arange(SIZE))
     plain = list(numbers().in_order(BATCH))
@@ -175,8 +174,7 @@ def test_training_is_that_of_arrays(replicas, connect):
 
     expected = trained(sources.Arrays((x, y)), connect(1))
     got = trained(by_number, connect(replicas))
-    for a, b in zip(keras.tree.flatten(got), keras.tree.flatten(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    all_same(keras.tree.flatten(got), keras.tree.flatten(expected), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.whole
@@ -197,8 +195,7 @@ def test_a_model_with_its_own_train_step(connect):
     x = np.linspace(-1, 1, SIZE, dtype="float32")[:, None]
     by_number = sources.Records(SIZE, lambda rows: (tf.gather(x, rows),) * 2, lambda stored, seed: stored)
     expected = trained(sources.Arrays((x, x)))
-    for a, b in zip(trained(by_number), expected):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
+    all_same(trained(by_number), expected, rtol=1e-5)
     assert trained(by_number, shuffle=True)[0] != expected[0]
 
 

@@ -29,22 +29,19 @@ def test_callbacks_that_write_are_called_on_the_chief_alone(world):
     assert "Epoch 1/9" in chief["said"] and "Epoch 4: early stopping" in chief["said"] and other["said"] == ""
     assert chief["left"] == [], "a callback of the user is not as it was"
     saved = keras.saving.load_model(world[0] / "rank 0" / "4.keras")
-    for a, b in zip(saved.get_weights(), chief["weights"], strict=True):
-        np.testing.assert_array_equal(a, b)
+    training_cases.all_same(saved.get_weights(), chief["weights"])
 
 
 def test_callbacks_that_change_the_training_are_called_everywhere(world):
     chief, other = scene(world, "writers")
     assert chief["epochs"] == other["epochs"] == [0, 1, 2, 3], "EarlyStopping with a patience of 3"
     assert chief["rates"] == other["rates"] == pytest.approx([0.1, 0.1, 0.05, 0.025])
-    for a, b in zip(chief["weights"], other["weights"], strict=True):
-        np.testing.assert_array_equal(a, b)
+    training_cases.all_same(chief["weights"], other["weights"])
 
 
 def test_a_file_within_an_epoch_has_the_mean_of_all_statistics(world):
     chief, other = scene(world, "writers")
-    for a, b in zip(chief["statistics"], other["statistics"], strict=True):
-        np.testing.assert_array_equal(a, b)
+    training_cases.all_same(chief["statistics"], other["statistics"])
     saved = keras.saving.load_model(world[0] / "rank 0" / "update 4.keras")
     np.testing.assert_array_equal(saved.layers[2].moving_mean.numpy(), chief["statistics"][-1])
 
@@ -139,8 +136,7 @@ def test_calls_with_one_batch_return_what_keras_returns(world, connect):
     expected = callback_scenes.calls(keras.Model, callback_scenes.plain(connect(1)))
     for seen, text, said in scene(world, "on_batch"):
         assert text.startswith("the model returns text, which cannot be gathered from several workers: ")
-        for a, b in zip(keras.tree.flatten(seen), keras.tree.flatten(expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        training_cases.all_same(keras.tree.flatten(seen), keras.tree.flatten(expected), rtol=1e-4, atol=1e-5)
         message = (
             r"worker 1 .* has other batches than worker 0 .*: give all workers the same, .* and seed random numbers"
         )

@@ -15,7 +15,8 @@ import time
 
 import psutil
 import pytest
-from support import fault_hook, launchers, network_hosts, processes, undisturbed_runs
+from support import fault_hook, launchers, network_hosts, undisturbed_runs
+from support.small_disks import mounted  # noqa: F401  a fixture
 from support.undisturbed_runs import HOROVODRUN, TRAIN, WAYS, result
 
 pytest_plugins = ("support.network_hosts",)  # its fixtures
@@ -63,26 +64,6 @@ def hooked(tmp_path):
     return variables
 
 
-@pytest.fixture
-def disk(tmp_path):
-    """A small file system at `run`, where the user may make one."""
-
-    def mount():
-        if os.geteuid():
-            pytest.skip("only root can mount a small file system")
-        (tmp_path / "run").mkdir()
-        words = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(tmp_path / "run")]
-        made = processes.run(words, stdout=processes.PIPE, stderr=processes.STDOUT)
-        if made.returncode:
-            pytest.skip(f"this kernel forbids mounts: {made.stdout.decode().strip()}")
-        mounted.append(tmp_path / "run")
-
-    mounted = []
-    yield mount
-    for folder in mounted:
-        processes.run(["umount", "-l", str(folder)], check=True)
-
-
 def named(text, victim, kind):
     """Whether a line tells of the victim by its rank and host."""
     # By its address, where it has never come to tell its host.
@@ -96,10 +77,10 @@ def named(text, victim, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("way, victim", VICTIMS, ids=lambda v: str(v))
-def test_a_fault(way, victim, moment, kind, start, hooked, disk, tmp_path, whole, record_property, tfds_dir):
+def test_a_fault(way, victim, moment, kind, start, hooked, mounted, tmp_path, whole, record_property, tfds_dir):  # noqa: F811
     expected = whole(way)
     if kind == "disk":
-        disk()
+        mounted(tmp_path / "run", "size=16m")
     path = network_hosts.clean(tfds_dir)["PYTHONPATH"]
     early = kind == "SIGSTOP" and moment in ("import", "meeting")
     flags = [*FLAGS, f"--start_timeout={START_S}"] if early else FLAGS

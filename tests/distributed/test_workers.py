@@ -2,7 +2,6 @@
 
 import functools
 
-import numpy as np
 import pytest
 from support import training_cases, worlds
 
@@ -91,8 +90,7 @@ def test_every_worker_ends_with_the_same(name, world, workers_of):
     for other in others:
         assert other[0].tobytes() == weights.tobytes()
         assert other[1] == history and other[2] == evaluation
-        for a, b in zip(other[3], outputs, strict=True):
-            np.testing.assert_array_equal(a, b)
+        training_cases.all_same(other[3], outputs)
 
 
 @pytest.mark.parametrize("world", [pytest.param(w, marks=[pytest.mark.whole] * (w not in SHORT)) for w in WORLDS])

@@ -2,11 +2,10 @@
 
 import os
 import shutil
-import subprocess
 
 import psutil
-import pytest
 from support.doctor_findings import one
+from support.small_disks import mounted  # noqa: F401  a fixture
 
 from tfdist.doctor import machine
 
@@ -53,30 +52,10 @@ def test_the_limits_of_a_container(tmp_path):
     assert machine.groups(tmp_path, tmp_path / "none") == []
 
 
-@pytest.fixture
-def mounted(tmp_path):
-    """Mounts a small file system."""
-    if os.geteuid():
-        pytest.skip("only root can mount a small file system")
-    folders = []
-
-    def mount(options):
-        folder = tmp_path / f"mounted{len(folders)}"
-        folder.mkdir()
-        made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True)
-        if made.returncode:
-            pytest.skip(f"this kernel forbids mounts: {made.stderr.decode().strip()}")
-        folders.append(folder)
-        return folder
-
-    yield mount
-    for folder in folders:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
-def test_shared_memory(mounted, tmp_path):
-    one(machine.shared_memory(mounted("size=64m")), "warn", "0.06 of 0.06 GiB free", "--shm-size=2g")
-    one(machine.shared_memory(mounted("size=64m"), least=1e6), "ok", "GiB free")
+def test_shared_memory(mounted, tmp_path):  # noqa: F811
+    folder = mounted(tmp_path / "shm", "size=64m")
+    one(machine.shared_memory(folder), "warn", "0.06 of 0.06 GiB free", "--shm-size=2g")
+    one(machine.shared_memory(folder, least=1e6), "ok", "GiB free")
     one(machine.shared_memory(tmp_path / "nowhere"), "warn", "cannot be used (No such file or directory)", "emptyDir")
 
 
@@ -90,25 +69,25 @@ def test_a_disk_with_room(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_full_disk(mounted):
-    disk = mounted("size=2m")
+def test_a_full_disk(mounted, tmp_path):  # noqa: F811
+    disk = mounted(tmp_path / "disk", "size=2m")
     (disk / "ballast").write_bytes(bytes(2 << 20))
     one(machine.room(disk / "run"), "fail", "only 0.0 kB free", "free some")
     assert [p.name for p in disk.iterdir()] == ["ballast"]
 
 
-def test_a_disk_that_fills_up_soon(mounted):
-    disk = mounted("size=200m")
+def test_a_disk_that_fills_up_soon(mounted, tmp_path):  # noqa: F811
+    disk = mounted(tmp_path / "disk", "size=200m")
     one(machine.room(disk), "warn", "only 209.7 MB free", "free some")
     text = "3 checkpoints like the newest take 320.0 MB"
     one(machine.room(disk, checkpoint=80_000_000, keep=3), "warn", text, "checkpoint.keep")
     one(machine.room(disk, checkpoint=300_000_000), "fail", "only", "free some")
 
 
-def test_a_disk_that_cannot_be_written(mounted, tmp_path):
-    disk = mounted("ro,size=2m")
+def test_a_disk_that_cannot_be_written(mounted, tmp_path):  # noqa: F811
+    disk = mounted(tmp_path / "disk", "ro,size=2m")
     one(machine.room(disk), "fail", "is mounted read-only", "choose another --workdir")
-    inodes = mounted("size=200m,nr_inodes=2")
+    inodes = mounted(tmp_path / "inodes", "size=200m,nr_inodes=2")
     (inodes / "last").write_text("")
     one(machine.room(inodes), "fail", "its inodes are used up", "delete files there")
     (tmp_path / "file").write_text("")

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support.training_cases import all_same
 
 import tfdist
 from tfdist.keras_bridge import batch_norm
@@ -43,8 +44,7 @@ def test_same_as_keras(center, scale):
         values, was_fused = measured(model, replaced)
         assert was_fused is (replaced is not None)
         found.append(values)
-    for ours, theirs in zip(found[1], found[0]):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-5)
+    all_same(found[1], found[0], rtol=1e-5, atol=2e-5)
     assert "call" not in vars(layer)
 
 
@@ -91,8 +91,7 @@ def test_a_fit_agrees_with_keras():
         model.compile(keras.optimizers.SGD(0.1), loss)
         history = fit(model, batch_size=4, epochs=3, shuffle=False, verbose=0).history
         ends.append([*model.get_weights(), np.array(history["loss"])])
-    for ours, theirs in zip(*ends):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    all_same(*ends, rtol=1e-5, atol=1e-6)
 
 
 def test_a_micro_batch_without_rows_anywhere_leaves_the_averages(connect):
@@ -107,5 +106,4 @@ def test_a_micro_batch_without_rows_anywhere_leaves_the_averages(connect):
         data = {"batch_size": 10, "accumulate": 2, "shuffle": False, "distribution": distribution}
         tfdist.fit(model, (x, x), epochs=2, verbose=0, **data)
         found.append(model.get_weights())
-    for one, several in zip(*found, strict=True):
-        np.testing.assert_allclose(several, one, rtol=1e-5)
+    all_same(*found, rtol=1e-5)

@@ -93,19 +93,11 @@ def test_they_are_exchanged_bit_for_bit_on_every_replica(replicas, connect):
 
 @pytest.mark.whole
 def test_stopped_within_a_validation_and_resumed(connect, tmp_path):
-    class Stop:
-        def __init__(self, calls):
-            self.left = calls
-
-        def __call__(self):
-            self.left -= 1
-            return "asked to" if self.left < 0 else ""
-
     whole = train(connect(1))
     for calls in range(6, 30, 3):
         checkpoints = tfdist.Checkpoints(tmp_path / "checkpoints", every="1000 steps", best="val_loss")
         try:
-            done = train(connect(1), should_stop=Stop(calls), checkpoints=checkpoints)
+            done = train(connect(1), should_stop=training_cases.StopAt(calls), checkpoints=checkpoints)
             break
         except Interrupted:
             pass

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from programs.surface.layers import CountsAllCalls
 from support import training_cases
 
 import tfdist
@@ -100,8 +101,7 @@ def test_variables_are_numbers_as_in_keras(replicas, connect):
     x, y = training_cases.images(48)
     one.fit(x, y, batch_size=8, epochs=3, shuffle=False, callbacks=[theirs], verbose=0)
     assert ours.seen == theirs.seen
-    for a, b in zip(model.get_weights(), one.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    training_cases.all_same(model.get_weights(), one.get_weights(), rtol=1e-4, atol=1e-6)
 
 
 class OnChief(tfdist.Callback):
@@ -349,8 +349,7 @@ def test_initial_epoch_continues_the_order(connect):
     fit(whole, connect(1), epochs=4)
     fit(parts, connect(1), epochs=2)
     fit(parts, connect(1), epochs=4, initial_epoch=2)
-    for a, b in zip(whole.get_weights(), parts.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
+    training_cases.all_same(whole.get_weights(), parts.get_weights())
 
 
 @pytest.mark.parametrize("steps_per_call", [2, *(pytest.param(n, marks=pytest.mark.whole) for n in (1, 100))])
@@ -358,8 +357,7 @@ def test_updates_per_call_change_nothing(steps_per_call, connect):
     a, b = small(connect(2)), small(connect(2))
     fit(a, connect(2), n=45)
     fit(b, connect(2), n=45, steps_per_call=steps_per_call)
-    for x, y in zip(a.get_weights(), b.get_weights(), strict=True):
-        np.testing.assert_array_equal(x, y)
+    training_cases.all_same(a.get_weights(), b.get_weights())
 
 
 def test_progress_is_printed_as_by_keras(connect, capsys):
@@ -461,18 +459,6 @@ def test_a_model_that_runs_eagerly(replicas, connect):
     assert training_cases.distance(weights[True], weights[False]) < 1e-6
 
 
-class Counting(keras.layers.Layer):
-    """Counts its calls, in training or not."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
-
-    def call(self, inputs):
-        self.calls.assign_add(1.0)
-        return inputs
-
-
 @pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.whole)])
 def test_layers_see_the_batches_of_the_user_alone(replicas, connect):
     """As for Keras; what looks at shapes or checks the model before the training is undone."""
@@ -480,7 +466,7 @@ def test_layers_see_the_batches_of_the_user_alone(replicas, connect):
     counts = []
     for distribution, method in ((connect(replicas), tfdist.fit), (connect(1), keras.Model.fit)):
         with distribution.scope():
-            layer = Counting()
+            layer = CountsAllCalls()
             model = keras.Sequential([keras.Input((4, 4, 1)), layer, L.Flatten(), L.Dense(5)])
             training_cases.compiled(model)
         options = {} if method is keras.Model.fit else {"distribution": distribution}
@@ -493,7 +479,7 @@ def test_frozen_weights_are_not_copied_to_keep_them(connect, monkeypatch):
     """They may be gigabytes, and no look at shapes changes them; what a layer counts is kept."""
     copied, unchanged = [], layer_state.unchanged
     monkeypatch.setattr(layer_state, "unchanged", lambda variables: copied.extend(variables) or unchanged(variables))
-    frozen, counting = L.Dense(6, trainable=False), Counting()
+    frozen, counting = L.Dense(6, trainable=False), CountsAllCalls()
     model = keras.Sequential([keras.Input((4, 4, 1)), L.Flatten(), frozen, counting, L.Dense(5)])
     fit(training_cases.compiled(model), connect(1))
     assert {id(counting.calls)} <= {id(v) for v in copied}
@@ -700,8 +686,7 @@ def test_an_overflow_on_any_replica_skips_the_update_on_all(optimizer, connect):
     tfdist.fit(model, x, np.zeros((8, 1)), distribution=distribution, batch_size=8, shuffle=False, verbose=0)
     scale = model.optimizer.dynamic_scale
     assert float(scale.numpy()) == model.optimizer.initial_scale / 2
-    for a, b in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
+    training_cases.all_same(before, model.get_weights())
     tfdist.fit(model, x[:6], np.zeros((6, 1)), distribution=distribution, batch_size=6, verbose=0)
     assert (before[0] != model.get_weights()[0]).any() and np.isfinite(model.get_weights()[0]).all()
     for copies in (v.value.values for v in model.trainable_variables):
@@ -779,8 +764,7 @@ def test_compiling_anew_starts_anew(connect):
     before = model.get_weights()
     history = fit(model, connect(1))
     assert set(history.history) == {"loss"}
-    for a, b in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
+    training_cases.all_same(before, model.get_weights())
 
 
 @pytest.mark.whole
@@ -900,8 +884,7 @@ def test_the_connected_distribution_is_used_where_none_is_given(said):
         assert noted.seen == distribution.replicas
         assert any(f"1 and {distribution.replicas} replicas agree" in line for line in said)
         plain.fit(x, y, batch_size=4, shuffle=False, verbose=0)
-        for a, b in zip(model.get_weights(), plain.get_weights(), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5)
+        training_cases.all_same(model.get_weights(), plain.get_weights(), rtol=1e-5)
         assert tfdist.evaluate(model, x, y, verbose=0)["mae"] == pytest.approx(plain.evaluate(x, y, verbose=0)[1], 1e-5)
         np.testing.assert_allclose(tfdist.predict(model, x, verbose=0), plain.predict(x, verbose=0), rtol=1e-5)
     refused = r"created under \w*DefaultDistributionStrategy and is used with the distribution 'mirrored': create it"
@@ -948,8 +931,7 @@ def test_recomputation_that_writes_nothing_trains_as_keras_does(connect):
         model.compile("sgd", "mse")
         fitted(model, x, x[:, :1], batch_size=4, shuffle=False, verbose=0)
         ended.append(model.get_weights())
-    for a, b in zip(*ended, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    training_cases.all_same(*ended, rtol=1e-5, atol=1e-7)
 
 
 def test_scopes_of_rematerialization_are_refused_where_they_fail():

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support.training_cases import all_same
 
 import tfdist
 
@@ -41,8 +42,7 @@ def test_apply_gradients_of_an_optimizer(connect, replicas):
     fit(model, connect(replicas))
     judge = made(connect(1), lambda: Doubles(0.1))
     judge.fit(*data(), **FIT)
-    for ours, theirs in zip(model.get_weights(), judge.get_weights(), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    all_same(model.get_weights(), judge.get_weights(), rtol=1e-5, atol=1e-6)
 
 
 class Ends(keras.optimizers.Adam):
@@ -167,8 +167,7 @@ def test_a_step_that_is_a_tf_function(connect, replicas):
     history = fit(model, connect(replicas))
     judge = made(connect(1), model=Decorated, metrics=())
     np.testing.assert_allclose(history["loss"], judge.fit(*data(), **FIT).history["loss"], rtol=1e-5)
-    for ours, theirs in zip(model.get_weights(), judge.get_weights(), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    all_same(model.get_weights(), judge.get_weights(), rtol=1e-5, atol=1e-6)
 
 
 class DecoratedLoop(keras.Model):

@@ -7,7 +7,7 @@ import signal
 import socket
 
 import pytest
-from support.launchers import free_port, launch, marked  # noqa: F401  launch is a fixture
+from support.launchers import free_port, launch, marked, planned  # noqa: F401  two are fixtures
 
 from tfdist import config
 from tfdist.errors import UserError
@@ -282,18 +282,10 @@ ELASTIC = ["--master_addr=127.0.0.1", "--nnodes=2:4"]
 NOT_A_RANGE = "--nnodes must be a whole number of at least 1, or MIN:MAX such as 2:4, got "
 
 
-@pytest.fixture
-def planned(tmp_path, monkeypatch):
-    """Makes the plan of a launch, without starting anything."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "stages.py").write_text("")
-    return lambda *arguments, **environ: launch_plan.make_plan(*launch_plan.parse(arguments), environ)
-
-
 @pytest.mark.parametrize("size", [":", "a:b", "2:", ":3", "1:2:3", "-1:2", "2:-1", "2.0:4", "2: 4", "2:9999999999"])
-def test_what_is_no_range_of_nodes(size, planned):
+def test_what_is_no_range_of_nodes(size, planned):  # noqa: F811
     with pytest.raises(UserError) as caught:
-        planned(f"--nnodes={size}", "--", "stages.py")
+        planned(f"--nnodes={size}", "--", "actor.py")
     assert str(caught.value) == NOT_A_RANGE + size
 
 
@@ -308,17 +300,17 @@ def test_what_is_no_range_of_nodes(size, planned):
         ("2:1000000", "MAX must be at most 100000, got 1000000: write fewer"),
     ],
 )
-def test_a_range_of_nodes_that_cannot_be(size, message, planned):
+def test_a_range_of_nodes_that_cannot_be(size, message, planned):  # noqa: F811
     with pytest.raises(UserError) as caught:
-        planned(f"--nnodes={size}", *ELASTIC[:1], "--", "stages.py")
+        planned(f"--nnodes={size}", *ELASTIC[:1], "--", "actor.py")
     assert str(caught.value) == f"--nnodes={size} is MIN:MAX, and {message}"
 
 
 @pytest.mark.parametrize("flags", [["--nnodes="], ["--nnodes=2", "--node_rank="], ["--nnodes=2:4", "--node_rank="]])
-def test_an_empty_number_is_not_taken_for_none(flags, planned):
+def test_an_empty_number_is_not_taken_for_none(flags, planned):  # noqa: F811
     """It is that of a script whose variable is not set, on all nodes."""
     with pytest.raises(UserError, match=rf"{flags[-1]}? must be a whole number of at least \d, got nothing$"):
-        planned(*flags, *ELASTIC[:1], "--", "stages.py")
+        planned(*flags, *ELASTIC[:1], "--", "actor.py")
 
 
 @pytest.mark.parametrize(
@@ -339,9 +331,9 @@ def test_an_empty_number_is_not_taken_for_none(flags, planned):
         (["--rejoin_timeout=3"], {}, "--rejoin_timeout is for --nnodes=MIN:MAX"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_with_a_range_of_nodes(arguments, environ, message, planned):
+def test_what_does_not_go_with_a_range_of_nodes(arguments, environ, message, planned):  # noqa: F811
     with pytest.raises(UserError, match=re.escape(message)):
-        planned(*arguments, "--", "stages.py", **environ)
+        planned(*arguments, "--", "actor.py", **environ)
 
 
 @pytest.mark.parametrize(
@@ -390,8 +382,8 @@ def test_such_flags_are_refused_before_anything_starts(flags, message, launch): 
         ([], dict(SLURM_STEP_NUM_TASKS="1"), -1),
     ],
 )
-def test_which_node_this_is(flags, environ, node, planned):
-    plan = planned(*ELASTIC, *flags, "--", "stages.py", **environ)
+def test_which_node_this_is(flags, environ, node, planned):  # noqa: F811
+    plan = planned(*ELASTIC, *flags, "--", "actor.py", **environ)
     assert (plan.nodes.rank, plan.nodes.min, plan.nodes.max) == (node, 2, 4)
 
 

@@ -18,7 +18,7 @@ import time
 import psutil
 import pytest
 from conftest import REPOSITORY
-from support.launchers import TIMEOUT_S, account, launch, marked, pipes  # noqa: F401  launch is a fixture
+from support.launchers import TIMEOUT_S, account, launch, marked, pipes, planned  # noqa: F401  two are fixtures
 
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster import wire
@@ -543,14 +543,6 @@ TWO_MACHINES = ["--nnodes=2", "--master_addr=10.0.0.5", "--", "actor.py"]
 LOOPBACK = ["--nnodes=2", "--master_addr=127.0.0.1", "--", "actor.py"]
 
 
-@pytest.fixture
-def planned(tmp_path, monkeypatch):
-    """Makes the plan of a launch, without starting anything."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "actor.py").write_text("")
-    return lambda *arguments, **environ: launch_plan.make_plan(*launch_plan.parse(arguments), environ)
-
-
 @pytest.mark.parametrize(
     "arguments, environ, secret",
     [
@@ -560,7 +552,7 @@ def planned(tmp_path, monkeypatch):
         (["--insecure", *TWO_MACHINES], {}, ""),
     ],
 )
-def test_who_needs_no_secret_or_has_one(arguments, environ, secret, planned):
+def test_who_needs_no_secret_or_has_one(arguments, environ, secret, planned):  # noqa: F811
     plan = planned(*arguments, **environ)
     assert plan.secret == secret
     assert "hush" not in repr(plan)
@@ -576,12 +568,12 @@ def test_who_needs_no_secret_or_has_one(arguments, environ, secret, planned):
         (["--nproc_per_node=2", "--", "--insecure"], {}, "--insecure after -- would change nothing, since workers"),
     ],
 )  # fmt: skip
-def test_who_needs_a_secret(arguments, environ, message, planned):
+def test_who_needs_a_secret(arguments, environ, message, planned):  # noqa: F811
     with pytest.raises(UserError, match=re.escape(message)):
         planned(*arguments, **environ)
 
 
-def test_the_secret_is_in_no_line_of_a_dry_run(planned):
+def test_the_secret_is_in_no_line_of_a_dry_run(planned):  # noqa: F811
     printed = launch_main.dry_run(planned(*TWO_MACHINES, TFDIST_SECRET="hush"), {"TFDIST_SECRET": "hush"})
     assert "hush" not in printed and "-u TFDIST_SECRET" not in printed and "TFDIST_SECRET is not shown" in printed
 
@@ -767,7 +759,7 @@ def test_a_second_launcher_is_refused_before_it_starts_a_worker(writer):
     assert writer("--", "writer.py", "0").end() == 0
 
 
-def test_the_folder_of_a_rehearsal_is_not_held(planned, monkeypatch):
+def test_the_folder_of_a_rehearsal_is_not_held(planned, monkeypatch):  # noqa: F811
     where = {"insecure": False, "virtual_devices": 0, "devices": "none", "strategy": "auto"}
     for dry_run in (False, True):
         train = launch_plan._TrainFlags({}, where | {"dry_run": dry_run}, "out")

@@ -105,68 +105,51 @@ def test_restarts_on_all_nodes(node, tmp_path):
     assert "tfdist: restart 1 of 2 in 1 s" in zero.out and "tfdist: restart 1 of 2 in 1 s" in one.out
 
 
-def test_a_launcher_that_is_killed_ends_the_run(node, tmp_path):
+@pytest.fixture
+def both(node, tmp_path):
+    """Starts two launchers whose workers live until they are ended, in the first round of each or `always`."""
     pipes(tmp_path, "f")
-    act = ["actor.py", "0=meet:f;say:both;hold", "1=open:f;hold"]
-    zero, one = node(0, *act), node(1, *act)
-    zero.until("[0] both")
-    one.signal(signal.SIGKILL)
-    assert zero.end() == 1
-    assert f"tfdist: root cause: node 1 ({HOST}) is lost: connection " in zero.until("root cause")
+
+    def start(survivor, *flags, always=True):
+        once = ["" if always else f"once:{rank};" for rank in (0, 1)]
+        act = [f"{survivor}={once[survivor]}meet:f;say:both;hold", f"{1 - survivor}={once[1 - survivor]}open:f;hold"]
+        again = lambda rank: node(rank, "actor.py", *act, flags=flags)
+        started = again(0), again(1)
+        started[survivor].until(f"[{survivor}] both")
+        return *started, again
+
+    return start
 
 
-def test_a_lost_node_may_come_back_for_a_restart(node, tmp_path):
-    pipes(tmp_path, "f")
-    act = ["actor.py", "0=first;meet:f;say:both;hold", "1=first;open:f;hold"]
-    flags = ["--max_restarts=1"]
-    zero, one = node(0, *act, flags=flags), node(1, *act, flags=flags)
-    zero.until("[0] both")
-    one.signal(signal.SIGKILL)
-    zero.until("restart 1 of 1")
-    again = node(1, *act, flags=flags)
-    assert (zero.end(), again.end()) == (0, 0), zero.err + again.err
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_launcher_that_is_killed_ends_the_run(killed, both):
+    started = both(1 - killed)
+    started[killed].signal(signal.SIGKILL)
+    assert started[1 - killed].end() == 1
+    cause = started[1 - killed].until("root cause")
+    assert f"tfdist: root cause: node {killed} ({HOST}) is lost: connection " in cause
 
 
-def test_a_lost_node_that_does_not_come_back(node, tmp_path):
-    pipes(tmp_path, "f")
-    act = ["actor.py", "0=meet:f;say:both;hold", "1=open:f;hold"]
-    flags = ["--max_restarts=1", "--start_timeout=3"]
-    zero, one = node(0, *act, flags=flags), node(1, *act, flags=flags)
-    zero.until("[0] both")
+@pytest.mark.parametrize("killed, told", [(0, "root cause"), (1, "restart 1 of 1")])
+def test_a_lost_node_may_come_back_for_a_restart(killed, told, both):
+    *started, again = both(1 - killed, "--max_restarts=1", always=False)
+    started[killed].signal(signal.SIGKILL)
+    started[1 - killed].until(told)
+    back = again(killed)
+    assert (started[1 - killed].end(), back.end()) == (0, 0), started[1 - killed].err + back.err
+
+
+def test_a_lost_node_that_does_not_come_back(both):
+    zero, one, _ = both(0, "--max_restarts=1", "--start_timeout=3")
     one.signal(signal.SIGKILL)
     assert zero.end() == 1  # what ended the run, and no wrong input
     assert "error: timed out after 3 s waiting for node 1 of 2" in zero.err[-1]
 
 
-def test_node_0_that_is_killed_ends_the_others(node, tmp_path):
-    pipes(tmp_path, "f")
-    act = ["actor.py", "0=open:f;hold", "1=meet:f;say:both;hold"]
-    zero, one = node(0, *act), node(1, *act)
-    one.until("[1] both")
-    zero.signal(signal.SIGKILL)
-    assert one.end() == 1
-    assert f"tfdist: root cause: node 0 ({HOST}) is lost: connection " in one.until("root cause")
-
-
-def test_node_0_may_be_started_again(node, tmp_path):
-    pipes(tmp_path, "f")
-    act = ["actor.py", "0=once:zero;open:f;hold", "1=once:one;meet:f;say:both;hold"]
-    flags = ["--max_restarts=1"]
-    zero, one = node(0, *act, flags=flags), node(1, *act, flags=flags)
-    one.until("[1] both")
-    zero.signal(signal.SIGKILL)
-    one.until("root cause")
-    again = node(0, *act, flags=flags)
-    assert (again.end(), one.end()) == (0, 0), again.err + one.err
-
-
 @pytest.mark.whole
-def test_a_silent_launcher_is_lost(node, tmp_path):
+def test_a_silent_launcher_is_lost(both):
     """As when a cable is cut: no end of the connection is ever seen."""
-    pipes(tmp_path, "f")
-    act = ["actor.py", "0=meet:f;say:both;hold", "1=open:f;hold"]
-    zero, one = node(0, *act), node(1, *act)
-    zero.until("[0] both")
+    zero, one, _ = both(0)
     one.signal(signal.SIGSTOP)
     assert zero.end() == 1
     assert f"node 1 ({HOST}) is lost: silent for " in zero.until("root cause")

@@ -85,8 +85,7 @@ def test_layers_that_keras_has_numbered_go_by_their_order(ending, tmp_path):
     assert here.layers[1].name != there.layers[1].name
     line = pretrained.take(here, path)
     assert line.startswith(f"weights: {len(here.weights)} of {len(here.weights)} ")
-    for a, b in zip(here.get_weights(), there.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
+    training_cases.all_same(here.get_weights(), there.get_weights())
     line = pretrained.take(numbered(3, True, recurrent), path)
     assert line.endswith("; not those of more, head")
 
@@ -356,8 +355,7 @@ def test_the_command(run, tmp_path):
     still = ["--config.optimizer.learning_rate=1e-12", "--config.optimizer.weight_decay=0"]
     done = run("tfdist.train", *short, *still, "--config.model.name=one.keras", "--workdir=two")
     assert done.returncode == 0, done.stderr
-    for a, b in zip(keras.saving.load_model(tmp_path / "two" / "model.keras").get_weights(), first, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+    training_cases.all_same(keras.saving.load_model(tmp_path / "two" / "model.keras").get_weights(), first, atol=1e-6)
 
     tuned = ["--config.model.weights=one.keras", "--config.model.freeze=!head", "--virtual_devices=2"]
     done = run("tfdist.train", *short, *tuned, "--workdir=three")

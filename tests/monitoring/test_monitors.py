@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from support import shipped
+from support.nvidia_drivers import driver, printing  # noqa: F401  driver is a fixture
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
@@ -26,7 +27,6 @@ from tfdist.config import Experiment, schedule
 from tfdist.distributed import gpus
 from tfdist.errors import UserError
 from tfdist.monitoring import flops, monitors, progress
-from tfdist.monitoring import profiler as profiler_lib
 from tfdist.monitoring.monitors import Board, Timeline
 from tfdist.train import dry_run
 from tfdist.trainer.timing import Call, Spent
@@ -179,8 +179,9 @@ def test_flops_in_words():
     assert flops.words(52.1e6, None) == "52.1 MFLOP/s"
 
 
-def test_usage_of_gpus_and_of_a_process(driver_of):
-    driver_of("0, GPU-a, 90, 16000, 12000, 4000, 550.1, Tesla T4\n1, GPU-b, [N/A], 16000, [N/A], 1, 550.1, Tesla T4")
+def test_usage_of_gpus_and_of_a_process(driver):  # noqa: F811
+    two = "0, GPU-a, 90, 16000, 12000, 4000, 550.1, Tesla T4\n1, GPU-b, [N/A], 16000, [N/A], 1, 550.1, Tesla T4"
+    driver(printing(two))
     watched = monitors.Usage((0, 1), gpus.survey)
     watched.start()
     found = watched.latest()
@@ -190,18 +191,6 @@ def test_usage_of_gpus_and_of_a_process(driver_of):
         {"number": 1, "load": None, "memory_used": None, "memory_total": 16000},
     ]
     assert found["memory"] > 1e7 and monitors.peak_memory() >= found["memory"] * 0.5
-
-
-@pytest.fixture
-def driver_of(tmp_path, monkeypatch):
-    def install(text):
-        path = tmp_path / "bin" / "nvidia-smi"
-        path.parent.mkdir()
-        path.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
-        path.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
-
-    return install
 
 
 def scalars(folder, run):
@@ -350,7 +339,7 @@ def test_a_profile(tmp_path, connect, said):
             self.updates = batch + 1
 
     count = Count()
-    profiler = profiler_lib.Profiler(21, 30, count, tmp_path, True)
+    profiler = monitors.Profiler(21, 30, count, tmp_path, True)
     distribution = connect(2)
     options = dict(distribution=distribution, batch_size=16, epochs=1, verbose=0, check_agreement="off")
     tfdist.fit(small(distribution), data(960), callbacks=[count, profiler], **options)
@@ -364,7 +353,7 @@ def test_a_profile(tmp_path, connect, said):
 
 
 def test_a_profile_of_what_is_over(tmp_path, said):
-    profiler = profiler_lib.Profiler(21, 30, recorder(updates=40), tmp_path, True)
+    profiler = monitors.Profiler(21, 30, recorder(updates=40), tmp_path, True)
     profiler.on_train_batch_begin(0)
     profiler.stop()
     assert said == ["WARNING: no profile: training resumed from update 40, after --profile=21:30"]

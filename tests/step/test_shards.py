@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from programs.surface.layers import CountsExamples
+from programs.surface.layers import CentersTheBatch, CountsExamples, SumOfSquares
 from support import sharded_cases, training_cases
 from support.sharded_cases import SHARDS
 from support.training_cases import L
@@ -305,12 +305,6 @@ class CountsUpdates(L.Layer):
         return x
 
 
-class SumOfSquares(L.Layer):
-    def call(self, x):
-        self.add_loss(0.01 * keras.ops.sum(keras.ops.square(x)))
-        return x
-
-
 class Highest(keras.metrics.Metric):
     def __init__(self):
         super().__init__(name="highest")
@@ -333,11 +327,6 @@ class Watches(L.Layer):
         return x
 
 
-class Centers(L.Layer):
-    def call(self, x):
-        return x - keras.ops.mean(x, 0, keepdims=True)
-
-
 @pytest.mark.parametrize(
     "layer, message",
     [
@@ -347,7 +336,7 @@ class Centers(L.Layer):
             SumOfSquares, "add_loss differs by .* layer sum_of_squares.* gives: make", marks=pytest.mark.whole
         ),
         (Watches, "metric 'highest' differs by .*: leave it out"),
-        pytest.param(Centers, "loss '.*' differs by .*, since layer 'centers", marks=pytest.mark.whole),
+        pytest.param(CentersTheBatch, "loss '.*' differs by .*, since layer 'centers", marks=pytest.mark.whole),
     ],
 )
 @pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.whole)])

@@ -16,6 +16,7 @@ import pytest
 from conftest import REPOSITORY
 
 from support import processes
+from tfdist.launch import plan as launch_plan
 
 TIMEOUT_S = 60
 """For what a launcher does at once; no test depends on how fast it is."""
@@ -200,6 +201,14 @@ def marked(mark):
             if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TEST_MARK") == mark:
                 found.append(process)
     return found
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """Makes the plan of a launch of `actor.py`, without starting anything."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "actor.py").write_text("")
+    return lambda *arguments, **environ: launch_plan.make_plan(*launch_plan.parse(arguments), environ)
 
 
 def pipes(folder, *names):

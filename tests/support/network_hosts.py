@@ -22,6 +22,7 @@ import pytest
 from conftest import REPOSITORY
 
 from support import processes
+from support.launchers import marked
 
 LIMIT_S = 120
 """For any program here; no test depends on how fast it is."""
@@ -107,16 +108,6 @@ def start(tmp_path, tfds_dir):
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(left, timeout=GONE_S)
-
-
-def marked(mark):
-    """Living processes with the mark in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TEST_MARK") == mark:
-                found.append(process)
-    return found
 
 
 def needs(package, *programs):

@@ -365,6 +365,12 @@ def weights(model):
     return np.concatenate([np.ravel(w).astype("float64") for w in model.get_weights()])
 
 
+def all_same(some, others, **tolerance):
+    """Fails unless these arrays are the same one by one, but for a tolerance as NumPy has it."""
+    for one, other in zip(some, others, strict=True):
+        np.testing.assert_allclose(one, other, **(tolerance or {"rtol": 0}))
+
+
 def distance(a, b):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 

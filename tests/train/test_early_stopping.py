@@ -88,24 +88,17 @@ def test_with_an_average_the_best_weights_are_averaged(connect):
 
 @pytest.mark.whole
 def test_resumed_it_ends_the_same(connect, tmp_path):
-    class Stop:
-        left = 0
-
-        def __call__(self):
-            self.left -= 1
-            return "asked to" if self.left < 0 else ""
-
     whole, history = train(connect(1), stopping := Patience("val_loss", 2))
-    reason, again, stop = stopping.reason, 0, Stop()
+    reason, again = stopping.reason, 0
     while True:
         checkpoints = tfdist.Checkpoints(tmp_path / "checkpoints", every="1000 steps")
-        again, stop.left = again + 1, 5
+        again += 1
         try:
             made, found = train(
                 connect(1),
                 stopping := Patience("val_loss", 2),
                 checkpoints=checkpoints,
-                should_stop=stop,
+                should_stop=training_cases.StopAt(5),
                 steps_per_call=3,
             )
             break

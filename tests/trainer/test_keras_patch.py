@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support.training_cases import all_same
 
 import tfdist
 from tfdist.distributed import connect as connect_lib
@@ -77,8 +78,7 @@ def patched(connect):
 def test_a_script_sees_the_numbers_of_one_device(replicas, patched):
     expected = script()
     patched(replicas)
-    for got, wanted in zip(script(), expected, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
+    all_same(script(), expected, rtol=2e-5, atol=2e-6)
 
 
 def test_options_of_tfdist_are_taken_and_misspelled_ones_refused(patched, tmp_path):
@@ -168,8 +168,7 @@ def test_the_latest_connection_is_patched_in(monkeypatch, connect):
         assert tfdist.connect("default").strategy is not tf.distribute.get_strategy()
         tfdist.patch_keras()
         assert tf.distribute.get_strategy().num_replicas_in_sync == 1
-        for got, wanted in zip(script(), two, strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
+        all_same(script(), two, rtol=2e-5, atol=2e-6)
     finally:
         tfdist.unpatch_keras()
 

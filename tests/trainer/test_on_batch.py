@@ -94,8 +94,7 @@ def test_agrees_with_keras(name, replicas, connect):
     expected = calls(name, keras.Model, made(name, connect(1)), sizes)
     if keras_internals.RESETS_ON_BATCH:  # before, numbers were arrays without dimensions
         assert keras.tree.map_structure(type, got) == keras.tree.map_structure(type, expected)
-    for a, b in zip(keras.tree.flatten(got), keras.tree.flatten(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    training_cases.all_same(keras.tree.flatten(got), keras.tree.flatten(expected), rtol=1e-4, atol=1e-5)
 
 
 def gan(distribution):
@@ -132,8 +131,7 @@ def test_two_models_train_in_turn(pattern, replicas, connect):
     """Before Keras 3 the judge was trained although frozen; its first batch decides."""
     got = adversarial(ours(connect(replicas)), connect(replicas), pattern)
     expected = adversarial(keras.Model, connect(1), pattern)
-    for a, b in zip(keras.tree.flatten(got), keras.tree.flatten(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    training_cases.all_same(keras.tree.flatten(got), keras.tree.flatten(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_trainable_changes_with_compile_alone(connect):
@@ -142,8 +140,7 @@ def test_what_is_trainable_changes_with_compile_alone(connect):
     kept, model.layers[1].trainable = model.layers[1].get_weights(), False
     with pytest.raises(tfdist.UserError, match=r"updated other weights than this would, .*: after a change of what is"):
         by.train_on_batch(model, x[:8], y[:8])
-    for a, b in zip(kept, model.layers[1].get_weights()):
-        np.testing.assert_array_equal(a, b)
+    training_cases.all_same(kept, model.layers[1].get_weights())
     with connect(2).scope():
         compiled(model)
     by.train_on_batch(model, x[:8], y[:8])
@@ -194,8 +191,7 @@ def test_the_first_call_compares_one_replica_with_all(connect):
     before = model.get_weights()
     with pytest.raises(tfdist.UserError, match="1 and 2 replicas disagree on this model: loss"):
         on_batch.train_on_batch(model, x, y, distribution=connect(2))
-    for a, b in zip(before, model.get_weights()):
-        np.testing.assert_array_equal(a, b)
+    training_cases.all_same(before, model.get_weights())
 
 
 @pytest.mark.parametrize(
@@ -216,5 +212,4 @@ def test_virtual_replicas_give_the_same_bits_on_any_number_of_replicas(connect):
     seen = [
         calls("weighed", ours(connect(n), virtual_replicas=4), made("weighed", connect(n)), [12, 7, 1]) for n in (1, 3)
     ]
-    for a, b in zip(*map(keras.tree.flatten, seen), strict=True):
-        np.testing.assert_array_equal(a, b)
+    training_cases.all_same(*map(keras.tree.flatten, seen))

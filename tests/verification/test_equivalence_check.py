@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from programs.surface.layers import CountsExamples
+from programs.surface.layers import CentersTheBatch, CountsAllCalls, CountsExamples, Noise, SumOfSquares
 from support import training_cases
 
 import tfdist
@@ -44,23 +44,6 @@ def trained(
     options = dict(distribution=connect(replicas), batch_size=12, verbose=0, check_agreement=choice)
     tfdist.fit(built, *data(), shuffle=False, **options, **more)
     return built
-
-
-class SumOfSquares(L.Layer):
-    """Its loss is a sum over the batch, and each replica has a part of that."""
-
-    def call(self, x):
-        self.add_loss(0.01 * keras.ops.sum(keras.ops.square(x)))
-        return x
-
-
-class Noise(L.Layer):
-    def __init__(self):
-        super().__init__()
-        self.seeds = keras.random.SeedGenerator(1)
-
-    def call(self, x):
-        return x + keras.random.normal(keras.ops.shape(x), seed=self.seeds)
 
 
 class SumStep(keras.Model):
@@ -156,11 +139,6 @@ def test_what_differs_is_named(connect, layers, model, words):
         trained(connect, *layers, model=model, choice="off")
 
 
-class Centers(L.Layer):
-    def call(self, x):
-        return x - keras.ops.mean(x, 0, keepdims=True)
-
-
 class GrowsWithItsCalls(L.Layer):
     """Has a loss whose weight grows with each call, as the annealing of a variational model has it."""
 
@@ -174,22 +152,11 @@ class GrowsWithItsCalls(L.Layer):
         return x
 
 
-class CountsCalls(L.Layer):
-    """Counts what nothing is computed from."""
-
-    def build(self, shape):
-        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
-
-    def call(self, x):
-        self.calls.assign_add(1.0)
-        return x
-
-
 @pytest.mark.parametrize(
     "layer, words",
     [
         (SumOfSquares, "add_loss differs by .*, which layer sum_of_squares.* gives: make it a mean over the examples"),
-        pytest.param(Centers, "loss 'dense.*' differs by .*, since layer 'centers", marks=pytest.mark.whole),
+        pytest.param(CentersTheBatch, "loss 'dense.*' differs by .*, since layer 'centers", marks=pytest.mark.whole),
         pytest.param(GrowsWithItsCalls, "add_loss differs by", marks=pytest.mark.whole),
     ],
 )
@@ -204,12 +171,11 @@ def test_micro_batches_that_would_change_the_result_are_refused(connect, layer, 
 
 
 def test_micro_batches_that_change_nothing_pass(connect, capsys):
-    layers = [lambda: L.Dropout(0.0), CountsExamples, CountsCalls]
+    layers = [lambda: L.Dropout(0.0), CountsExamples, CountsAllCalls]
     by_tfdist = trained(connect, *layers, replicas=1, accumulate=3).get_weights()
     assert "checked: a batch and its 2 micro-batches agree on this model, loss " in capsys.readouterr().out
     judge = trained(connect, *layers, replicas=1, by=keras.Model.fit).get_weights()
-    for a, b in zip(by_tfdist[:2], judge[:2]):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    training_cases.all_same(by_tfdist[:2], judge[:2], rtol=1e-5, atol=1e-6)
 
 
 def test_micro_batches_normalize_by_themselves(connect, capsys):
@@ -285,7 +251,7 @@ def test_a_variable_outside_of_the_model_counts_the_batches_of_the_training_alon
 
 def test_a_variable_outside_of_the_model_is_said_to_be_in_no_checkpoint(connect, create, tmp_path, capsys):
     trained(connect, counting(create)[0], replicas=1, checkpoints=tfdist.Checkpoints(tmp_path / "a"))
-    trained(connect, CountsCalls, replicas=1, checkpoints=tfdist.Checkpoints(tmp_path / "b"))
+    trained(connect, CountsAllCalls, replicas=1, checkpoints=tfdist.Checkpoints(tmp_path / "b"))
     assert capsys.readouterr().out.count("belong to no layer of the model and are in no checkpoint (step") == 1
 
 
@@ -375,7 +341,7 @@ class CountsToTen(CountsExamples):
 
 def test_a_resume_on_more_replicas_is_checked(connect, tmp_path):
     """One replica had nothing to be compared with."""
-    for layer, words in ((Centers, "loss 'dense"), (CountsToTen, "the variable 'counts_to_ten")):
+    for layer, words in ((CentersTheBatch, "loss 'dense"), (CountsToTen, "the variable 'counts_to_ten")):
         checkpoints = lambda layer=layer: tfdist.Checkpoints(tmp_path / layer.__name__, every="1000 steps")
         trained(connect, layer, replicas=1, checkpoints=checkpoints())
         with pytest.raises(tfdist.UserError, match=f"^1 and 2 replicas disagree on this model: {words}"):
@@ -384,7 +350,7 @@ def test_a_resume_on_more_replicas_is_checked(connect, tmp_path):
 
 @pytest.mark.whole
 def test_a_checked_resume_ends_with_the_bits_of_one_that_was_not(connect, tmp_path, capsys):
-    layers = [lambda: L.Dropout(0.3), lambda: L.BatchNormalization(synchronized=True), CountsCalls]
+    layers = [lambda: L.Dropout(0.3), lambda: L.BatchNormalization(synchronized=True), CountsAllCalls]
     layers.append(lambda: L.SpectralNormalization(L.Dense(8)))  # which sets its weights itself
     ended = {}
     for choice in ("off", "auto"):
@@ -477,8 +443,7 @@ def test_synchronized_batch_norm_of_a_nested_model_keeps_its_weights(connect):
     assert all(np.array_equal(a, b) for a, b in zip(before, ours.get_weights(), strict=True))
     options = dict(batch_size=16, shuffle=False, verbose=0, distribution=connect(2))
     tfdist.fit(ours, x, y, epochs=2, **options)
-    for a, b in zip(plain.get_weights(), ours.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+    training_cases.all_same(plain.get_weights(), ours.get_weights(), rtol=2e-4, atol=2e-5)
     for layer in keras_internals.batch_norms(ours):
         layer.synchronized = False
     with pytest.raises(tfdist.UserError, match="normalizes with the rows of its own replica"):

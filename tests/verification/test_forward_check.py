@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from programs.surface.layers import CountsExamples
+from programs.surface.layers import CentersTheBatch, CountsExamples, Noise
 
 import tfdist
 from tfdist.step import step_calls
@@ -49,11 +49,6 @@ def predicted(distribution, *layers, choice="auto", shards=0, **of_model):
 
 def whole(*values):
     return pytest.param(*values, marks=pytest.mark.whole)
-
-
-class Centers(L.Layer):
-    def call(self, x):
-        return x - ops.mean(x, 0, keepdims=True)
 
 
 class CentersUnlessItTrains(L.Layer):
@@ -127,15 +122,6 @@ class CentersPredictions(keras.Model):
         return y - ops.mean(y, 0, keepdims=True)
 
 
-class Noise(L.Layer):
-    def __init__(self):
-        super().__init__()
-        self.seeds = keras.random.SeedGenerator(1)
-
-    def call(self, x):
-        return x + keras.random.normal(ops.shape(x), seed=self.seeds)
-
-
 # -- what is right ------------------------------------------------------------
 
 
@@ -150,7 +136,7 @@ def test_a_model_that_is_the_same_says_so_once(connect, said, measured):
     measured(connect(2), L.LayerNormalization, choice="on")
     measured(connect(2), L.LayerNormalization, L.ReLU)
     assert len(said) == 2
-    measured(connect(1), Centers)
+    measured(connect(1), CentersTheBatch)
     assert len(said) == 2, "one replica has nothing to agree with"
 
 
@@ -185,7 +171,9 @@ def test_code_that_cannot_be_read_is_checked_once_for_each_model(connect, said):
 
 OF_BOTH = [
     whole(
-        Centers, {}, r"since layer 'centers.*' looks at the other rows of a batch: change that, use --strategy=default"
+        CentersTheBatch,
+        {},
+        r"since layer 'centers.*' looks at the other rows of a batch: change that, use --strategy=default",
     ),
     whole(Ranks, {}, r"since layer 'ranks.*' looks at the other rows"),
     whole(CentersUnlessItTrains, {}, r"since layer 'centers_unless_it_trains.*' looks at the other rows"),
@@ -204,7 +192,7 @@ OF_PREDICTIONS = [
     whole(
         L.ReLU, {"model": CentersPredictions}, r"predict_step of CentersPredictions looks at the other rows of a batch;"
     ),
-    (Centers, {"compiled": False}, r"output 'dense.*' differs by .*, since layer 'centers"),
+    (CentersTheBatch, {"compiled": False}, r"output 'dense.*' differs by .*, since layer 'centers"),
 ]
 
 
@@ -245,7 +233,7 @@ def test_shards_are_checked_on_one_device(connect, said, measured):
     with pytest.raises(
         tfdist.UserError, match=r"^a batch and its 3 virtual .* disagree .*: change that, leave virtual_r"
     ):
-        measured(connect(1), Centers, shards=3)
+        measured(connect(1), CentersTheBatch, shards=3)
     measured(connect(1), L.ReLU, shards=3)
     assert said[-1].startswith("checked: a batch and its 3 virtual replicas agree on ")
 
@@ -272,7 +260,7 @@ def test_outputs_of_all_types_are_compared(connect, said):
     assert said[-1].startswith("checked: 1 and 2 replicas agree on predicting with this model, outputs 0e+00")
     np.testing.assert_array_equal(outputs["whole"], several(connect(1), L.Identity)[0].predict(X, verbose=0)["whole"])
     with pytest.raises(tfdist.UserError, match="since layer 'centers"):
-        tfdist.predict(several(connect(2), Centers)[0], X, distribution=connect(2), verbose=0)
+        tfdist.predict(several(connect(2), CentersTheBatch)[0], X, distribution=connect(2), verbose=0)
 
 
 # -- without a trace ----------------------------------------------------------

@@ -32,13 +32,13 @@ def capture(
     places = slice(distribution.first, distribution.first + len(distribution.devices))
     own = {}
     for name, variable in _own(model):
-        here = np.stack([_read(copy).numpy() for copy in keras_internals.copies(variable)])
+        here = np.stack([keras_internals.read_copy(copy).numpy() for copy in keras_internals.copies(variable)])
         own[name] = np.zeros((distribution.replicas, *here.shape[1:]), here.dtype)
         own[name][places] = here
     own = dict(zip(own, broadcast_bits(distribution, list(own.values()))))
     if not distribution.is_chief:
         return {}
-    shared = {name: _read(keras_internals.copies(v)[0]) for name, v in _shared(model)}
+    shared = {name: keras_internals.read_copy(keras_internals.copies(v)[0]) for name, v in _shared(model)}
     if distribution.device_kind != "CPU":  # there a copy on write would need twice the memory
         shared = {name: value.numpy() for name, value in shared.items()}
     best = {
@@ -146,7 +146,7 @@ def share(model: keras.Model, distribution: Distribution) -> None:
     """
     optimizers = [v for optimizer in preconditions.optimizers(model) for v in optimizer.variables]
     variables = [*model.trainable_variables, *model.non_trainable_variables, *optimizers]
-    values = [_read(keras_internals.copies(v)[0]).numpy() for v in variables]
+    values = [keras_internals.read_copy(keras_internals.copies(v)[0]).numpy() for v in variables]
     values = broadcast_bits(distribution, values if distribution.is_chief else [np.zeros_like(v) for v in values])
     _assign(variables, values)
     refresh(model)
@@ -165,7 +165,7 @@ def separate_streams(model: keras.Model, distribution: Distribution, apart: bool
     if distribution.replicas == 1:
         return
     seeds = [keras_internals.copies(v) for v in model.non_trainable_variables if keras_internals.is_seed(v)]
-    states = [_read(of_one[0]).numpy().tolist() for of_one in seeds]
+    states = [keras_internals.read_copy(of_one[0]).numpy().tolist() for of_one in seeds]
     chief = distribution.peers.gather("the seeds of random layers", states)[0]
     for of_one, state in zip(seeds, chief):
         for replica, copy in enumerate(of_one, distribution.first):
@@ -244,10 +244,6 @@ def _assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:
     for variable, value in zip(variables, values, strict=True):
         for copy in keras_internals.copies(variable):
             copy.assign(value)
-
-
-def _read(copy: tf.Variable) -> tf.Tensor:
-    return tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)
 
 
 def _assign_own(name: str, variables: Sequence[tf.Variable], rows: np.ndarray, distribution: Distribution) -> None:

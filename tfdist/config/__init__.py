@@ -9,6 +9,7 @@ returns an `Experiment`. Slots make a misspelt field an error while flags are pa
 import dataclasses
 import functools
 import operator
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from tfdist.config.messages import logger
@@ -301,6 +302,13 @@ def take_changed_defaults(experiment: Experiment) -> list[str]:
                 told.append(f"{prefix}{field.name} is {value!r} (was {value.former!r})")
                 setattr(owner, field.name, type(value).__mro__[1](value))
     return told if ran else []
+
+
+def set_fields(experiment: Experiment, values: Mapping[str, Any]) -> None:
+    """Sets fields by names such as `train.batch_size`."""
+    for name, value in values.items():
+        *groups, last = name.split(".")
+        setattr(functools.reduce(getattr, groups, experiment), last, value)
 
 
 def flat(experiment: Experiment | dict[str, object]) -> dict[str, str]:

@@ -113,15 +113,11 @@ class Bucket:
     def get(self, name: str, path: pathlib.Path) -> None:
         """Reads an object into a file, which appears whole or not at all; MissingError if there is no such object."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        with local_files.replacing(path) as temporary:
             # With headers, gcsfs asks for the whole object at once. Else it first asks what is there, 36 times where a
             # service is away, and then asks on: it would keep a program waiting for minutes.
             once: dict[str, object] = {"headers": {}} if self._scheme == "gs" else {}
             self._tried(name, lambda system: system.get_file(self.place(name), str(temporary), **once))
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def get_bytes(self, name: str, waits: tuple[float, ...] | None = None) -> bytes:
         """Returns the content of an object; the errors are those of `get`."""

@@ -3,12 +3,14 @@
 import os
 import re
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import numpy as np
 
 from tfdist.config import field_syntax
 from tfdist.errors import UserError
 
+T = TypeVar("T")
 _BOUND = r"(-?\d+(?:\.\d+)?%|-?\d+)?"
 _PART = re.compile(rf"^\s*([^\[\]+\s]+)\s*(?:\[\s*{_BOUND}\s*:\s*{_BOUND}\s*\])?\s*$")
 NAMES = ("train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval")
@@ -45,6 +47,13 @@ def held_out(train: str, evaluation: str, sizes: Mapping[str, int]) -> tuple[str
         return train, evaluation
     tenth = max(1, round(size / 10))
     return f"train[:-{tenth}]", f"train[-{tenth}:]"
+
+
+def cut(
+    splits: Mapping[str, str], parts: Mapping[str, T], sizes: Mapping[str, int], what: str
+) -> list[list[tuple[T, np.ndarray]]]:
+    """Returns the examples of these splits, each by its field: parts that `select` names, and the numbers there."""
+    return [[(parts[name], rows) for name, rows in select(t, sizes, field, what)] for field, t in splits.items()]
 
 
 def select(text: str, sizes: Mapping[str, int], field: str, what: str) -> list[tuple[str, np.ndarray]]:

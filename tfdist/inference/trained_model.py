@@ -119,12 +119,7 @@ def read_experiment(request: ModelRequest) -> config.Experiment:
             raise UserError(f"--model={path} {why if path.exists() else 'does not exist'}")
         return request.experiment
     experiment = _recorded(request, path)
-    for name, value in request.changes.items():
-        owner: Any = experiment
-        *groups, field = name.split(".")[1:]
-        for group in groups:
-            owner = getattr(owner, group)
-        setattr(owner, field, value)
+    config.set_fields(experiment, {name.removeprefix("config."): value for name, value in request.changes.items()})
     # The files that its training began with may no longer exist.
     experiment.model.weights = ""
     if experiment.model.name.endswith(config.FILE) and (path / MODEL).is_file():

@@ -130,6 +130,16 @@ def copies(variable: keras.Variable) -> tuple[tf.Variable, ...]:
     return tuple(getattr(variable.value, "values", (variable.value,)))
 
 
+def read_copy(copy: tf.Variable) -> tf.Tensor:
+    """Reads this replica's copy of a variable; the variable's own method would meet the other replicas."""
+    return tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)
+
+
+def write_copy(copy: tf.Variable, value: tf.Tensor) -> None:
+    """Writes this replica's copy of a variable; the variable's own method would meet the other replicas."""
+    tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value)
+
+
 def is_seed(variable: keras.Variable) -> bool:
     """Returns whether a variable is the state of a random generator, which only its path tells."""
     return "seed_generator" in variable.path
@@ -489,12 +499,13 @@ def scaled_rates(
             decay([variable])
         now[0] = 1.0
 
-    optimizer.update_step, optimizer._apply_weight_decay = scaled_step, scaled_decay
-    optimizer._get_current_learning_rate = lambda: rate() if now[0] == 1 else rate() * now[0]
-    try:
+    scaled_rate = lambda: rate() if now[0] == 1 else rate() * now[0]
+    with (
+        replaced("update_step", [(optimizer, scaled_step)]),
+        replaced("_apply_weight_decay", [(optimizer, scaled_decay)]),
+        replaced("_get_current_learning_rate", [(optimizer, scaled_rate)]),
+    ):
         yield
-    finally:
-        del optimizer.update_step, optimizer._apply_weight_decay, optimizer._get_current_learning_rate
 
 
 def optimizer_updates(update: Callable) -> AbstractContextManager[None]:

@@ -51,8 +51,7 @@ def restored_without_rows(
         traced.real, traced.present, traced.parts = None, None, 1
     for variable, value in zip(variables, before):
         after = tf.where(present, tf.convert_to_tensor(variable.value), value)
-        # Not the variable's own assign, which would meet the other replicas: each writes its copy.
-        tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=after)
+        keras_internals.write_copy(variable.value, after)
 
 
 def share(model: keras.Model, distribution: Distribution, present: tf.Tensor | None) -> None:
@@ -74,7 +73,7 @@ def share(model: keras.Model, distribution: Distribution, present: tf.Tensor | N
     for variable, value, total in zip(kept, values, sums):
         mean = tf.cast(total / tf.maximum(count, 1.0), value.dtype)
         after = tf.where(tf.logical_or(present, tf.equal(count, 0.0)), value, mean)
-        tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=after)
+        keras_internals.write_copy(variable.value, after)
 
 
 def _changed(model: keras.Model, replicas: int, compiled_metrics: bool) -> list[keras.Variable]:

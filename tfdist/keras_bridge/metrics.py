@@ -188,10 +188,10 @@ def _of_workers(
     def of_each() -> dict[str, tf.Tensor]:
         own = [tf.identity(tf.convert_to_tensor(v.value)) for v in summed]
         for variable, total in zip(summed, distribution.all_sum(own)):
-            _assign(variable, total)
+            keras_internals.write_copy(variable.value, total)
         totals = of_replica(model, losses)
         for variable, value in zip(summed, own):
-            _assign(variable, value)
+            keras_internals.write_copy(variable.value, value)
         return totals
 
     return {name: distribution.local(value)[0] for name, value in distribution.run(of_each, ()).items()}
@@ -256,7 +256,7 @@ def losses(model: keras.Model, distribution: Distribution) -> np.ndarray:
 
     def of_worker(variable: keras.Variable) -> float:
         copies = keras_internals.copies(variable)
-        return sum(float(tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)) for copy in copies)
+        return sum(float(keras_internals.read_copy(copy)) for copy in copies)
 
     means = keras_internals.loss_metrics(model)
     return distribution.workers * np.array([[of_worker(mean.total), of_worker(mean.count)] for mean in means])
@@ -323,12 +323,12 @@ def reset(model: keras.Model, distribution: Distribution) -> None:
         first = tf.equal(distribution.replica_id(), 0)
         own = [tf.convert_to_tensor(v.value) for v in keeping]
         for variable, total in zip(keeping, distribution.all_sum(own) if own else []):
-            _assign(variable, tf.where(first, total, tf.zeros_like(total)))
+            keras_internals.write_copy(variable.value, tf.where(first, total, tf.zeros_like(total)))
         for metric in model.metrics:
             metric.reset_state()
         for variable in summed if many else ():
             value = tf.convert_to_tensor(variable.value)
-            _assign(variable, tf.where(first, value, tf.zeros_like(value)))
+            keras_internals.write_copy(variable.value, tf.where(first, value, tf.zeros_like(value)))
 
     distribution.run(of_each, ())
 
@@ -340,11 +340,6 @@ def _keeps(metric: keras.Metric) -> bool:
     except Exception:  # whatever a metric of the user's raises there
         return True
     return bool(reset.captured_inputs)
-
-
-def _assign(variable: keras.Variable, value: tf.Tensor) -> None:
-    """Writes the copy of this replica; the variable's own assign would meet the other replicas."""
-    tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=value)
 
 
 _WHOLE: weakref.WeakSet[keras.Metric] = weakref.WeakSet()

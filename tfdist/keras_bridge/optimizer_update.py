@@ -323,7 +323,7 @@ def _exact(dtype: tf.DType) -> tf.DType:
 
 def _write(variable: keras.Variable, value: tf.Tensor) -> None:
     """Rounds a value to the type of a variable and writes this replica's copy, as TensorFlow's fused ops do."""
-    tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=tf.cast(value, variable.value.dtype))
+    keras_internals.write_copy(variable.value, tf.cast(value, variable.value.dtype))
 
 
 @functools.cache

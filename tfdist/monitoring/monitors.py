@@ -21,7 +21,6 @@ from tfdist.config.schedule import Plan
 from tfdist.distributed.gpus import DriverGPU, Survey, survey
 from tfdist.monitoring import progress
 from tfdist.monitoring.flops import FlopsModel
-from tfdist.monitoring.profiler import Profiler
 from tfdist.monitoring.recorder import TIMELINE, Recorder, Segments, learning_rate, until
 from tfdist.trainer.callbacks import Callback
 from tfdist.trainer.timing import INPUT_LIMIT, Call, Spent
@@ -314,3 +313,51 @@ class Board:
             if not self._broken:
                 logger.info(f"WARNING: {self._folder} cannot be written ({error}): training goes on without it")
             self._broken = True
+
+
+class Profiler(Callback):
+    """Traces the updates `first` to `last` for TensorBoard (`--profile`), counted by `recorder`, which runs before it.
+
+    All workers need it, so that their calls have the same length; the chief alone `traces`.
+    """
+
+    takes_many_updates = True
+
+    def __init__(self, first: int, last: int, recorder: Recorder, folder: pathlib.Path, traces: bool):
+        super().__init__()
+        self._first, self._last, self._recorder = first, last, recorder
+        self._folder, self._traces = folder, traces
+        self._running = self._over = False
+
+    def limit_call(self, update: int) -> float:
+        """Returns the number of updates per call after `update`, so that a call ends at each end of the trace."""
+        ends = [end - update for end in (self._first - 1, self._last) if end > update]
+        return min(ends, default=float("inf"))
+
+    def on_train_batch_begin(self, batch, logs=None):
+        done = self._recorder.updates
+        if self._over or not self._traces:
+            return
+        if done >= self._last:
+            self._over = True
+            where = f"--profile={self._first}:{self._last}"
+            logger.info(f"WARNING: no profile: training resumed from update {done}, after {where}")
+        elif done >= self._first - 1 and not self._running:
+            self._running = True
+            # Without Python's calls: tracing one would cost more than the call.
+            options = tf.profiler.experimental.ProfilerOptions(python_tracer_level=0)
+            tf.profiler.experimental.start(str(self._folder / "tensorboard"), options)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._recorder.updates >= self._last:
+            self.stop()
+
+    def stop(self) -> None:
+        """Ends a trace that is still running; also after an error."""
+        if not self._running:
+            return
+        self._running, self._over = False, True
+        tf.profiler.experimental.stop()
+        last = min(self._last, self._recorder.updates)
+        shown_by = f"tensorboard --logdir={self._folder / 'tensorboard'} (pip install xprof)"
+        logger.info(f"profile of updates {self._first} to {last}: {shown_by}")

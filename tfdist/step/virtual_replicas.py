@@ -18,6 +18,7 @@ from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals
+from tfdist.keras_bridge.keras_internals import read_copy, write_copy
 from tfdist.step.exact_sum import ExactSum
 from tfdist.step.replica import Replica, StepSums, timed
 
@@ -45,7 +46,7 @@ class VirtualState:
                 raise UserError(what, "leave virtual_replicas out")
         self._parts = layout.replicas * layout.accumulate
         # Outside of the virtual replicas, where nothing has changed yet.
-        self._before = {id(v): _read(v) for v in (*self._sums, *self._seeds, *self._kept)}
+        self._before = {id(v): read_copy(v.value) for v in (*self._sums, *self._seeds, *self._kept)}
         # The states of each generator, [replicas, 2]: none follows another.
         draw = functools.partial(tf.random.stateless_uniform, [self._parts, 2], dtype=tf.uint32, alg="philox")
         seeds = [tf.cast(self._before[id(v)], tf.int64) for v in self._seeds]
@@ -57,23 +58,23 @@ class VirtualState:
         Returns the ids of the tensors that represent these variables in that graph.
         """
         for variable, stream in zip(self._seeds, self._streams):
-            _assign(variable, tf.cast(stream[part], self._before[id(variable)].dtype))
+            write_copy(variable.value, tf.cast(stream[part], self._before[id(variable)].dtype))
         for variable in self._kept:
-            _assign(variable, self._before[id(variable)])
+            write_copy(variable.value, self._before[id(variable)])
         for variable in self._sums:
-            _assign(variable, tf.zeros_like(self._before[id(variable)]))
+            write_copy(variable.value, tf.zeros_like(self._before[id(variable)]))
         graph = tf.compat.v1.get_default_graph()
         return {id(graph.capture(v.value.handle)) for v in (*self._seeds, *self._kept, *self._sums)}
 
     def changes(self, part: tf.Tensor) -> list[tf.Tensor]:
         """Returns the changes of a virtual replica, to be added up over all."""
-        changes = [_read(v) for v in self._sums]
-        changes += [_read(v) - self._before[id(v)] for v in self._kept]
+        changes = [read_copy(v.value) for v in self._sums]
+        changes += [read_copy(v.value) - self._before[id(v)] for v in self._kept]
         return [*changes, *self.drawn(part)]
 
     def drawn(self, part: tf.Tensor) -> list[tf.Tensor]:
         """Returns for each random generator 1 if the virtual replica has drawn, else 0."""
-        states = [tf.cast(_read(v), tf.uint32) for v in self._seeds]
+        states = [tf.cast(read_copy(v.value), tf.uint32) for v in self._seeds]
         moved = [tf.not_equal(now, stream[part]) for now, stream in zip(states, self._streams)]
         return [tf.cast(tf.reduce_any(m), tf.int64) for m in moved]
 
@@ -88,32 +89,23 @@ class VirtualState:
         parts = tf.minimum(examples, self._parts)
         for variable in self._sums:  # which are read as the sum over the replicas
             before, change = self._before[id(variable)], next(remaining)
-            _assign(variable, before + tf.where(first, change, tf.zeros_like(change)))
+            write_copy(variable.value, before + tf.where(first, change, tf.zeros_like(change)))
         for variable in self._kept:
             before, change = self._before[id(variable)], next(remaining)
             mean = change / tf.cast(parts, change.dtype) if change.dtype.is_floating else change
-            _assign(variable, before + mean)
+            write_copy(variable.value, before + mean)
         self._move_on(list(remaining))
 
     def put_back(self, drawn: Sequence[tf.Tensor]) -> None:
         """Sets the state after a prediction, which changes nothing but random generators, by the sums of `drawn`."""
         for variable in (*self._sums, *self._kept):
-            _assign(variable, self._before[id(variable)])
+            write_copy(variable.value, self._before[id(variable)])
         self._move_on(drawn)
 
     def _move_on(self, drawn: Sequence[tf.Tensor]) -> None:
         for variable, times in zip(self._seeds, drawn):
             before = self._before[id(variable)]
-            _assign(variable, tf.stack([before[0], before[1] + tf.cast(tf.minimum(times, 1), before.dtype)]))
-
-
-def _read(variable: keras.Variable) -> tf.Tensor:
-    return tf.raw_ops.ReadVariableOp(resource=variable.value.handle, dtype=variable.value.dtype)
-
-
-def _assign(variable: keras.Variable, value: tf.Tensor) -> None:
-    # Not the variable's own assign, which would meet the other replicas: each writes its copy.
-    tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=value)
+            write_copy(variable.value, tf.stack([before[0], before[1] + tf.cast(tf.minimum(times, 1), before.dtype)]))
 
 
 _RANDOM = """

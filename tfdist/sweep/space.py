@@ -3,7 +3,6 @@
 import ast
 import copy
 import dataclasses
-import functools
 import hashlib
 import itertools
 import math
@@ -53,9 +52,7 @@ def folder(values: Values) -> str:
 def experiment(values: Values, base: config.Experiment) -> config.Experiment:
     """Returns a copy of an experiment with these values."""
     made = copy.deepcopy(base)
-    for name, value in values.items():
-        *groups, last = name.split(".")
-        setattr(functools.reduce(getattr, groups, made), last, value)
+    config.set_fields(made, values)
     return made
 
 

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -49,11 +48,8 @@ def distribution(replicas: int, device: str, reason: str) -> Distribution:
         replicas=replicas,
         devices=tuple(f"{device}:{i}" for i in range(replicas)),
         jit="off",  # all of the update is compiled, with what it exchanges
-        run=lambda fn, args: fn(*args),
-        local=lambda value: (value,),
         replica_id=lambda: gen_xla_ops.xla_replica_id() if replicas > 1 else 0,
         all_sum=lambda tensors: [_all_sum(t, replicas) for t in tensors],
-        average=lambda variables: None,
         static_shapes=True,
         lacks=("float16", "float64") if device == "TPU" else (),
     )
@@ -91,25 +87,15 @@ def _sum_of_wide(tensor: tf.Tensor, replicas: int) -> tf.Tensor:
     return total(tensor)
 
 
-@contextlib.contextmanager
-def _reducing_in_layers(replicas: int) -> Iterator[None]:
+def _reducing_in_layers(replicas: int) -> contextlib.AbstractContextManager[None]:
     """Lets layers reduce over the program's replicas: they do so through the context, which knows one."""
-    context = tf.distribute.get_replica_context()
 
     def all_reduce(reduce_op: tf.distribute.ReduceOp, value: Structure, options: Any = None) -> Structure:
         if reduce_op is not tf.distribute.ReduceOp.SUM:
             raise UserError(f"a layer asks for {reduce_op} over the replicas, which --topology cannot compile")
         return tf.nest.map_structure(lambda t: _all_sum(t, replicas), value)
 
-    before = vars(context).get("all_reduce")
-    context.all_reduce = all_reduce
-    try:
-        yield
-    finally:
-        if before is None:
-            del context.all_reduce
-        else:
-            context.all_reduce = before
+    return keras_internals.replaced("all_reduce", [(tf.distribute.get_replica_context(), all_reduce)])
 
 
 def export(

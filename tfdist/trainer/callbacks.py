@@ -201,24 +201,17 @@ def _placed(callback: keras.callbacks.Callback, distribution: Distribution) -> k
 @contextlib.contextmanager
 def chief_alone(callbacks: keras.callbacks.CallbackList, distribution: Distribution) -> Iterator[None]:
     """Refuses, within it, that the chief's own callbacks call what needs the other workers: these never answer."""
-    before: list[tuple[keras.callbacks.Callback, str, object]] = []
     alone = distribution.workers > 1 and distribution.is_chief
-    for callback in filter(is_chief_only, callbacks.callbacks if alone else []):
-        base = Callback if isinstance(callback, Callback) else keras.callbacks.Callback
-        for name in (name for name in dir(base) if name.startswith("on_")):
-            hook = getattr(callback, name)
-            if getattr(hook, "__func__", None) is not getattr(base, name):
-                before.append((callback, name, vars(callback).get(name)))
-                what = f"{type(callback).__name__}.{name} runs on the chief"
-                setattr(callback, name, _called_alone(hook, what, distribution))
-    try:
+    with contextlib.ExitStack() as changes:
+        for callback in filter(is_chief_only, callbacks.callbacks if alone else []):
+            base = Callback if isinstance(callback, Callback) else keras.callbacks.Callback
+            for name in (name for name in dir(base) if name.startswith("on_")):
+                hook = getattr(callback, name)
+                if getattr(hook, "__func__", None) is not getattr(base, name):
+                    what = f"{type(callback).__name__}.{name} runs on the chief"
+                    called = _called_alone(hook, what, distribution)
+                    changes.enter_context(keras_internals.replaced(name, [(callback, called)]))
         yield
-    finally:
-        for callback, name, own in reversed(before):
-            if own is None:
-                delattr(callback, name)
-            else:
-                setattr(callback, name, own)
 
 
 def _called_alone(hook: Callable, what: str, distribution: Distribution) -> Callable:

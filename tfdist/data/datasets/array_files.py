@@ -19,7 +19,7 @@ from tfdist.data.datasets.examples import Parts
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Records
 from tfdist.data.spec import Spec
-from tfdist.data.splits import NAMES, select
+from tfdist.data.splits import NAMES, cut
 from tfdist.errors import UserError, one_line
 
 COLUMNS = ("x", "y", "weight")
@@ -45,17 +45,10 @@ def load(path: str, splits: Mapping[str, str], options: Options, fits: Callable[
     named = {column: options.get(column, column) for column in COLUMNS}
     by_split = _by_split(arrays, named, "weight" in options, what)
     sizes = {split: len(columns["x"][1]) for split, columns in by_split.items()}
-    cut = {
-        field: [
-            (by_split[name], slice(int(rows[0]), int(rows[-1]) + 1)) for name, rows in select(t, sizes, field, what)
-        ]
-        for field, t in splits.items()
-    }
-    parts = {
-        field: {c: [(*columns[c], rows) for columns, rows in pieces] for c in pieces[0][0]}
-        for field, pieces in cut.items()
-    }
-    train, evaluation = parts.values()
+    train, evaluation = (
+        {c: [(*columns[c], slice(int(rows[0]), int(rows[-1]) + 1)) for columns, rows in pieces] for c in pieces[0][0]}
+        for pieces in cut(splits, by_split, sizes, what)
+    )
     if set(train) != set(evaluation):
         raise UserError(f"{what}: some splits have weights and others have none", "give them to all, or to none")
     *tables, classes = examples.targets_and_weights(
@@ -63,7 +56,7 @@ def load(path: str, splits: Mapping[str, str], options: Options, fits: Callable[
         options,
         what,
     )
-    shape = _shape([part for split in parts.values() for part in split["x"]], options, what)
+    shape = _shape([part for split in (train, evaluation) for part in split["x"]], options, what)
     dtype = _stored(train["x"][0][1].dtype)
     sources: list[Arrays | Records] = []
     for split, table in zip((train, evaluation), tables):

@@ -17,7 +17,7 @@ from tfdist.data.datasets import examples
 from tfdist.data.datasets.examples import Parts
 from tfdist.data.loaded import Loaded
 from tfdist.data.spec import Spec
-from tfdist.data.splits import by_file_name, named, select
+from tfdist.data.splits import by_file_name, cut, named
 from tfdist.errors import UserError, one_line
 
 COLUMNS = ("x", "y", "weight")
@@ -154,11 +154,7 @@ def loaded(what: str, by_split: Mapping[str, Any], splits: Mapping[str, str], op
         that are not to be RGB; `max_pixels`; `classes` and `classify`, see `examples.targets_and_weights`.
     """
     sizes = {split: len(rows) for split, rows in by_split.items()}
-    parts = {
-        field: [(by_split[split], rows) for split, rows in select(text, sizes, field, what)]
-        for field, text in splits.items()
-    }
-    train, evaluation = parts.values()
+    train, evaluation = cut(splits, by_split, sizes, what)
     data, rows = train[0]
     features = data.features
     x, y = _columns(features, options, what)

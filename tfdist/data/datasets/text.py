@@ -15,7 +15,7 @@ from tfdist.data.datasets.examples import Parts
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Records
 from tfdist.data.spec import Spec
-from tfdist.data.splits import select
+from tfdist.data.splits import cut
 from tfdist.errors import UserError
 
 VOCABULARY = 256
@@ -112,11 +112,10 @@ def load(path: str, splits: dict[str, str], memory: float, length: int = LENGTH)
     try:
         packed = {name: pack(paths, length) for name, paths in files(path).items()}
         sizes = {name: p.windows for name, p in packed.items()}
-        for field, text in splits.items():
-            selected = select(text, sizes, field, f"text:{path} in windows of {length} bytes")
-            parts = Parts([(packed[name], rows) for name, rows in selected])
+        for selected in cut(splits, packed, sizes, f"text:{path} in windows of {length} bytes"):
+            parts = Parts(selected)
             if 8 * len(parts) * length <= memory:
-                windows = np.concatenate([packed[name].read(rows) for name, rows in selected]).astype(np.int32)
+                windows = np.concatenate([files.read(rows) for files, rows in selected]).astype(np.int32)
                 sources.append(Arrays((windows[:, :-1], windows[:, 1:])))
             else:
                 read = parts.reader(Packed.read, np.uint8, (length + 1,))

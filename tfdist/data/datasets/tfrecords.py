@@ -27,7 +27,7 @@ from tfdist.data.image_decoding import Pictures, bounded
 from tfdist.data.loaded import Loaded
 from tfdist.data.records import REPAIR, Records, reason
 from tfdist.data.spec import Spec
-from tfdist.data.splits import by_file_name, named, select
+from tfdist.data.splits import by_file_name, cut, named
 from tfdist.errors import UserError
 
 TYPES = ("jpeg", "png", "int64", "float32")
@@ -185,10 +185,7 @@ def load(path: str, splits: dict[str, str], options: Options, skip: bool = False
             raise UserError(what, "write them again, or leave out what is lost with data.on_error=skip")
         logger.info(f"WARNING: {what}: left out")
     sizes = {name: len(indexes[name].offsets) if name in indexes else 0 for name in by_split}
-    train, evaluation = (
-        [(indexes[name], rows) for name, rows in select(text, sizes, field, f"tfrecord:{path}")]
-        for field, text in splits.items()
-    )
+    train, evaluation = cut(splits, indexes, sizes, f"tfrecord:{path}")
     source, rows = train[0]
     where, x = source.name(int(rows[0])), features[0]
     try:

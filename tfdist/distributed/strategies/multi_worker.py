@@ -123,9 +123,6 @@ def create(
     bucket = collectives.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     replicas = len(names) * peers.size
 
-    def context() -> tf.distribute.ReplicaContext:
-        return tf.distribute.get_replica_context()
-
     def all_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return collectives.bucketed(tensors, reduce, bucket)
 
@@ -150,7 +147,8 @@ def create(
     else:
         # TensorFlow's own layer keeps an order per device. Without it NCCL deadlocks, and so do several CPUs of one
         # process, whose collectives a tf.function would run one after the other.
-        reduce = lambda tensors: context().all_reduce(tf.distribute.ReduceOp.SUM, tensors, options)
+        of_replica = tf.distribute.get_replica_context
+        reduce = lambda tensors: of_replica().all_reduce(tf.distribute.ReduceOp.SUM, tensors, options)
     if len(names) == 1 and communication == "ring":
         _reduce_in_layers(strategy, reduce)
     return Distribution(
@@ -162,7 +160,7 @@ def create(
         jit=jit,
         run=lambda fn, args: strategy.run(fn, args=args),
         local=strategy.experimental_local_results,
-        replica_id=lambda: context().replica_id_in_sync_group,
+        replica_id=lambda: tf.distribute.get_replica_context().replica_id_in_sync_group,
         all_sum=all_sum,
         average=average,
         creating=_saying_what_cannot_travel,

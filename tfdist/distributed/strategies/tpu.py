@@ -75,11 +75,8 @@ def of(strategy: tf.distribute.Strategy, reason: str) -> Distribution:
 
     replicas = strategy.num_replicas_in_sync
 
-    def context() -> tf.distribute.ReplicaContext:
-        return tf.distribute.get_replica_context()
-
     def all_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
+        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
 
     def average(variables: list[keras.Variable]) -> None:
         for variable in variables:
@@ -99,7 +96,7 @@ def of(strategy: tf.distribute.Strategy, reason: str) -> Distribution:
         jit="off",  # a TPU compiles all of a step anyway
         run=lambda function, arguments: strategy.run(function, args=arguments),
         local=strategy.experimental_local_results,
-        replica_id=(lambda: 0) if alone else lambda: context().replica_id_in_sync_group,
+        replica_id=lambda: 0 if alone else tf.distribute.get_replica_context().replica_id_in_sync_group,
         all_sum=(lambda tensors: tensors) if alone else all_sum,
         average=(lambda variables: None) if alone else average,
         static_shapes=True,
