@@ -6,6 +6,7 @@ import logging
 import os
 import pathlib
 import signal
+import socket
 import sys
 import tempfile
 
@@ -111,6 +112,13 @@ def plain_environment():
     """Whatever variables of TensorFlow's and Keras' a test sets end with it."""
     yield
     processes.restore()
+
+
+@pytest.fixture
+def port():
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 @pytest.fixture

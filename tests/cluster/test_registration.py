@@ -12,6 +12,7 @@ import threading
 import pytest
 from conftest import REPOSITORY
 from support import processes
+from support.running import Running
 
 from tfdist.cluster import heartbeat, wire
 from tfdist.cluster.heartbeat import State
@@ -54,39 +55,21 @@ except TrainingError as error:
 '''
 QUICK = {"BEAT_S": 0.2, "GRACE_S": 0.3, "EXIT_S": 0.3}
 HOST = re.escape(os.uname().nodename)
+LIMIT_S = 90  # for any process here; no test depends on how fast it is
 
 
-class Member:
-    """A running process; its lines are read as they come."""
+class Member(Running):
+    """A running worker."""
 
     def __init__(self, folder, given):
         environ = os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
         fds = [given["cluster"][name] for name in ("meeting_fd",) if name in given["cluster"]]
-        self.process = processes.Popen(
-            [sys.executable, str(folder / "member.py"), json.dumps(given)],
-            env=environ,
-            cwd=folder,
-            text=True,
-            pass_fds=fds,
-            stdout=processes.PIPE,
-            stderr=processes.STDOUT,
-            real=True,
-        )
-        self.lines = []
-
-    def until(self, text):
-        """Waits for a line with `text` in it."""
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
-            if text in line:
-                return self
-        raise AssertionError(f"{text!r} never came: {self.lines}")
+        words = [sys.executable, folder / "member.py", json.dumps(given)]
+        super().__init__(words, LIMIT_S, env=environ, cwd=folder, pass_fds=fds, real=True)
 
     def end(self):
         """Exit code, and all that was said."""
-        self.lines += self.process.stdout.read().splitlines()
-        code = self.process.wait(30)
-        return code, "\n".join(self.lines)
+        return super().end(), self.text
 
 
 @pytest.fixture
@@ -115,12 +98,6 @@ def member(tmp_path):
         m.process.kill()
         m.process.wait()
     assert not left, f"processes are left: {[m.lines for m in left]}"
-
-
-@pytest.fixture
-def port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 @pytest.fixture
@@ -211,7 +188,8 @@ def test_a_chief_that_waits_longer_than_this_worker(member, master):
 
 
 def test_the_chief_dies_while_it_waits(member, master):
-    chief = member(0, size=3, master=master, constants={"PATIENCE_S": 0.1}).until("waiting for")
+    chief = member(0, size=3, master=master, constants={"PATIENCE_S": 0.1})
+    chief.until("waiting for")
     other = member(1, size=3, master=master)
     chief.until("waiting for worker 2 of 3")
     chief.process.kill()
@@ -300,7 +278,8 @@ def strangers(port):
 
 
 def test_strangers_do_not_keep_the_workers_apart(member, master, port):
-    chief = member(0, master=master, constants={"PATIENCE_S": 0.05}).until("waiting for")
+    chief = member(0, master=master, constants={"PATIENCE_S": 0.05})
+    chief.until("waiting for")
     open_ones = strangers(port)
     connection = wire.connect("127.0.0.1", port)  # knows the protocol, but is no worker
     connection.send({"rank": "x"})
@@ -314,7 +293,8 @@ def test_strangers_do_not_stand_before_the_call_back(member, port):
     with socket.create_server(("127.0.0.1", 0)) as free:
         mine = free.getsockname()[1]
     addresses = [f"127.0.0.1:{port}", f"127.0.0.1:{mine}"]
-    worker = member(1, master=addresses[0], addresses=addresses, constants={"PATIENCE_S": 0.05}).until("waiting for")
+    worker = member(1, master=addresses[0], addresses=addresses, constants={"PATIENCE_S": 0.05})
+    worker.until("waiting for")
     open_ones = strangers(mine)
     chief = member(0, "print(peers.addresses); peers.leave()", master=addresses[0], addresses=addresses)
     (code, text), (other, _) = ends(chief, worker)

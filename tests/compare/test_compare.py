@@ -6,7 +6,6 @@ import math
 import os
 import pathlib
 import signal
-import stat
 import sys
 import uuid
 
@@ -18,6 +17,7 @@ from conftest import REPOSITORY
 from rich.console import Console
 from support import many_commands, processes
 from support.launchers import TIMEOUT_S, Launcher, marked
+from support.nvidia_drivers import driver, printing  # noqa: F401  driver is a fixture
 
 from tfdist import config
 from tfdist.checkpoints import run_folder
@@ -440,12 +440,9 @@ def test_commands_on_gpus():
     assert GPUS.default_replicas(1) == (2, 3) and trial.Hardware(8, ("0",)).default_replicas(1) == (1,)
 
 
-def test_gpus_are_those_of_the_driver(tmp_path, monkeypatch):
-    fake = tmp_path / "nvidia-smi"
+def test_gpus_are_those_of_the_driver(driver):  # noqa: F811
     lines = [f"{n}, GPU-{n}, 0, 16000, {100 * n}, 15000, 550.1, Tesla T4" for n in range(4)]
-    fake.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(lines) + "\nEND\n")
-    fake.chmod(fake.stat().st_mode | stat.S_IEXEC)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    driver(printing("\n".join(lines)))
     assert trial.find_hardware("1,3", {}).gpus == ("1", "3")
     assert trial.find_hardware("idle:2", {}).gpus == ("0", "1")
     assert trial.find_hardware("all", {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}).gpus == ("MIG-a", "MIG-b")

@@ -8,7 +8,6 @@ import pathlib
 import pty
 import re
 import signal
-import socket
 import struct
 import sys
 import termios
@@ -33,12 +32,6 @@ def no_tensorflow(tmp_path):
     (tmp_path / "poison").mkdir()
     (tmp_path / "poison" / "tensorflow.py").write_text("raise ImportError('tensorflow was imported')\n")
     return str(tmp_path / "poison")
-
-
-@pytest.fixture
-def port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 def saved(folder, *updates):

@@ -12,12 +12,6 @@ from tfdist.doctor import workers as checks
 HERE = "127.0.0.1"
 
 
-@pytest.fixture
-def port():
-    with socket.create_server((HERE, 0)) as free:
-        return free.getsockname()[1]
-
-
 def unknown(*args, **kwargs):
     """No test asks the name servers of the machine that it runs on."""
     raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")

@@ -720,35 +720,6 @@ def test_batch_norm_statistics_are_averaged(connect):
     assert model.layers[0].moving_mean.numpy() == pytest.approx([3.0])
 
 
-@pytest.mark.whole
-def test_metrics_of_every_kind_are_exact(connect):
-    """Some average, some keep histograms or counts of their own; none may see filler."""
-    x, y = training_cases.images(29)
-    x, y = x.reshape(29, -1), (y % 2).astype("float32")[:, None]
-    values = {}
-    for replicas in (1, 4):
-        distribution = connect(replicas)
-        keras.utils.set_random_seed(0)
-        with distribution.scope():
-            metrics = [
-                keras.metrics.AUC(name="auc"),
-                keras.metrics.Precision(name="precision"),
-                keras.metrics.R2Score(name="r2"),
-                keras.metrics.RootMeanSquaredError(name="rmse"),
-                keras.metrics.F1Score(threshold=0.5, name="f1"),
-                keras.metrics.MeanAbsoluteError(name="mae"),
-                keras.metrics.BinaryAccuracy(name="accuracy"),
-            ]
-            model = keras.Sequential([keras.Input((16,)), L.Dense(1, "sigmoid")])
-            model.compile("sgd", "bce", metrics=metrics)
-        values[replicas] = tfdist.evaluate(model, x, y, distribution=distribution, batch_size=8)
-        if replicas == 1:
-            expected = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
-    for name, value in expected.items():
-        assert values[1][name] == pytest.approx(value, rel=1e-5), name
-        assert values[4][name] == pytest.approx(value, rel=1e-5), name
-
-
 def test_outputs_keep_their_structure(connect):
     with connect(2).scope():
         model = training_cases.two_outputs()

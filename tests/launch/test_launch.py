@@ -10,7 +10,6 @@ import re
 import shlex
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import time
@@ -18,7 +17,8 @@ import time
 import psutil
 import pytest
 from conftest import REPOSITORY
-from support.launchers import TIMEOUT_S, account, launch, marked, pipes, planned  # noqa: F401  two are fixtures
+from support.launchers import MEET, TIMEOUT_S, account, launch, marked, pipes, planned  # noqa: F401  two are fixtures
+from support.nvidia_drivers import driver, printing  # noqa: F401  driver is a fixture
 
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster import wire
@@ -291,24 +291,10 @@ def test_the_environment_of_the_workers(launch):  # noqa: F811
 
 def test_rank_0_inherits_a_socket_that_listens(launch, tmp_path):  # noqa: F811
     """What `registration.py` does: nobody can take the port between its choice and its use."""
-    (tmp_path / "meet.py").write_text(
-        """
-import os, socket
-from tfdist.cluster import wire
-at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-if os.environ["RANK"] == "0":
-    listener = socket.socket(fileno=int(os.environ["TFDIST_MEETING_FD"]))
-    assert listener.getsockname() == at, listener
-    peer = wire.accept(listener.accept()[0], os.environ["TFDIST_SECRET"])
-    print(peer.receive(30))
-else:
-    assert "TFDIST_MEETING_FD" not in os.environ
-    wire.connect(*at, os.environ["TFDIST_SECRET"], timeout=30).send({"from": "rank 1"})
-"""
-    )
+    (tmp_path / "meet.py").write_text(MEET)
     launcher = launch(*TWO, "meet.py")
     assert launcher.end() == 0, launcher.err
-    assert launcher.said("[0] ") == ["{'from': 'rank 1'}"]
+    assert launcher.said("[0] ") == ["{'rank': '1'}"]
 
 
 def test_a_given_port_is_used_and_a_taken_one_refused(launch):  # noqa: F811
@@ -400,13 +386,8 @@ FOUR = "".join(f"{i}, GPU-{i}, 0, 16000, 10, 15990, 550.1, Tesla T4\n" for i in 
 
 
 @pytest.fixture
-def driver(tmp_path):
-    """Environment with an `nvidia-smi` that lists four GPUs."""
-    path = tmp_path / "bin" / "nvidia-smi"
-    path.parent.mkdir()
-    path.write_text(f"#!/bin/sh\ncat <<'END'\n{FOUR}END\n")
-    path.chmod(path.stat().st_mode | stat.S_IEXEC)
-    return {"PATH": f"{path.parent}{os.pathsep}{os.environ['PATH']}"}
+def four_gpus(driver):  # noqa: F811
+    driver(printing(FOUR))
 
 
 @pytest.mark.parametrize(
@@ -423,8 +404,8 @@ def driver(tmp_path):
         ("auto", {"MLP_WORKER_NUM": "1", "MLP_WORKER_GPU": "2"}, ["0", "1", "2", "3"]),
     ],
 )
-def test_gpus_are_divided(nproc, environ, parts, launch, driver):  # noqa: F811
-    launcher = launch(f"--nproc_per_node={nproc}", "--", "actor.py", "*=env:CUDA_VISIBLE_DEVICES", **driver, **environ)
+def test_gpus_are_divided(nproc, environ, parts, launch, four_gpus):  # noqa: F811
+    launcher = launch(f"--nproc_per_node={nproc}", "--", "actor.py", "*=env:CUDA_VISIBLE_DEVICES", **environ)
     assert launcher.end() == 0, launcher.err
     for rank, part in enumerate(parts):
         assert launcher.said(f"[{rank}] ") == [f"CUDA_VISIBLE_DEVICES={part}"]
@@ -441,24 +422,24 @@ def test_gpus_are_divided(nproc, environ, parts, launch, driver):  # noqa: F811
         (["--virtual_devices=2"], [None, None], []),
     ],
 )
-def test_devices_among_the_train_flags_are_divided(flags, visible, devices, launch, driver):  # noqa: F811
-    lines = dry(launch, "--nproc_per_node=2", "--dry_run", "--", *flags, **driver)
+def test_devices_among_the_train_flags_are_divided(flags, visible, devices, launch, four_gpus):  # noqa: F811
+    lines = dry(launch, "--nproc_per_node=2", "--dry_run", "--", *flags)
     assert [environ.get("CUDA_VISIBLE_DEVICES") for environ, _ in lines] == visible
     assert all(command == [sys.executable, "-m", "tfdist.train", *flags, *devices] for _, command in lines)
     assert all((environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID") == (visible[0] is not None) for environ, _ in lines)
 
 
 @pytest.mark.parametrize("nproc, count", [("3", "4 GPUs (0, 1, 2, 3)"), ("8", "4 GPUs (0, 1, 2, 3)")])
-def test_gpus_that_cannot_be_divided(nproc, count, launch, driver):  # noqa: F811
-    launcher = launch(f"--nproc_per_node={nproc}", "--", "actor.py", **driver)
+def test_gpus_that_cannot_be_divided(nproc, count, launch, four_gpus):  # noqa: F811
+    launcher = launch(f"--nproc_per_node={nproc}", "--", "actor.py")
     assert launcher.end() == 2
     assert f"error: {count} cannot be divided evenly among {nproc} workers" in launcher.err[0]
     assert len(launcher.err) == 1
 
 
-def test_a_failing_driver_is_told_of(launch, driver, tmp_path):  # noqa: F811
-    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    launcher = launch("--nproc_per_node=auto", "--", "actor.py", "*=env:WORLD_SIZE", **driver)
+def test_a_failing_driver_is_told_of(launch, driver):  # noqa: F811
+    driver("exit 9")
+    launcher = launch("--nproc_per_node=auto", "--", "actor.py", "*=env:WORLD_SIZE")
     assert launcher.end() == 0
     assert launcher.err == ["tfdist: nvidia-smi failed with code 9: no message"]
     assert launcher.said("[0] ") == ["WORLD_SIZE=1"]

@@ -7,7 +7,7 @@ import signal
 import socket
 
 import pytest
-from support.launchers import free_port, launch, pipes  # noqa: F401  launch is a fixture
+from support.launchers import MEET, free_port, launch, pipes  # noqa: F401  launch is a fixture
 
 import tfdist
 from tfdist.cluster import registration, wire
@@ -49,18 +49,7 @@ def test_nodes_with_different_numbers_of_workers(first, node, tmp_path):
 
 
 def test_the_socket_of_rank_0_can_be_reached_from_the_other_node(node, tmp_path):
-    (tmp_path / "meet.py").write_text(
-        """
-import os, socket
-from tfdist.cluster import registration, wire
-if os.environ["RANK"] == "0":
-    listener = socket.socket(fileno=int(os.environ["TFDIST_MEETING_FD"]))
-    print(wire.accept(listener.accept()[0], os.environ["TFDIST_SECRET"]).receive(30))
-else:
-    at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    wire.connect(*at, os.environ["TFDIST_SECRET"], timeout=30).send({"rank": os.environ["RANK"]})
-"""
-    )
+    (tmp_path / "meet.py").write_text(MEET)
     zero, one = node(0, "meet.py"), node(1, "meet.py")
     assert (zero.end(), one.end()) == (0, 0), zero.err + one.err
     assert zero.said("[0] ") == ["{'rank': '1'}"]

@@ -5,10 +5,8 @@ import contextlib
 import os
 import pathlib
 import re
-import signal
 import socket
 import sys
-import threading
 import uuid
 
 import psutil
@@ -16,6 +14,7 @@ import pytest
 from conftest import REPOSITORY
 
 from support import processes
+from support.running import Running
 from tfdist.launch import plan as launch_plan
 
 TIMEOUT_S = 60
@@ -68,48 +67,30 @@ sys.stdout.flush()
 '''
 
 
-class Launcher:
-    """A running command, `python -m tfdist.launch` unless told otherwise, whose lines are read as they come."""
+MEET = '''
+"""A worker: rank 0 takes one connection of rank 1 at the socket that it was given."""
+import os, socket
+from tfdist.cluster import wire
+at, secret = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), os.environ["TFDIST_SECRET"]
+if os.environ["RANK"] == "0":
+    listener = socket.socket(fileno=int(os.environ["TFDIST_MEETING_FD"]))
+    assert listener.getsockname()[1] == at[1], listener
+    print(wire.accept(listener.accept()[0], secret).receive(30))
+else:
+    assert "TFDIST_MEETING_FD" not in os.environ
+    wire.connect(*at, secret, timeout=30).send({"rank": os.environ["RANK"]})
+'''
+
+
+class Launcher(Running):
+    """A running command, `python -m tfdist.launch` unless told otherwise."""
 
     def __init__(self, arguments, env, cwd, module="tfdist.launch", host=()):
-        self.process = processes.Popen(
-            [*host, sys.executable, "-m", module, *map(str, arguments)],
-            cwd=cwd, env=env, stdout=processes.PIPE, stderr=processes.PIPE, text=True, errors="replace", real=True,
-        )  # fmt: skip
-        self.out, self.err = [], []
-        self._news = threading.Condition()
-        self._threads = [
-            threading.Thread(target=self._read, args=pair, daemon=True)
-            for pair in ((self.process.stdout, self.out), (self.process.stderr, self.err))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _read(self, pipe, lines):
-        for line in pipe:
-            with self._news:
-                lines.append(line.rstrip("\n"))
-                self._news.notify_all()
-
-    def until(self, text):
-        """Waits for a line with `text` in it and returns that line."""
-
-        def found():
-            return next((line for line in [*self.out, *self.err] if text in line), None)
-
-        with self._news:
-            assert self._news.wait_for(found, TIMEOUT_S), f"{text!r} never came: {self.out} {self.err}"
-            return found()
+        words = [*host, sys.executable, "-m", module, *arguments]
+        super().__init__(words, TIMEOUT_S, processes.PIPE, cwd=cwd, env=env, real=True)
 
     def signal(self, number):
         self.process.send_signal(number)
-
-    def end(self):
-        """Exit code, once it has ended."""
-        code = self.process.wait(TIMEOUT_S)
-        for thread in self._threads:
-            thread.join(TIMEOUT_S)
-        return code
 
     def said(self, prefix=""):
         """Lines of standard output that begin with `prefix`, without it."""
@@ -220,6 +201,3 @@ def free_port():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
-
-
-__all__ = ["TIMEOUT_S", "Launcher", "account", "free_port", "launch", "let_go_on", "marked", "pipes", "signal"]

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import sys
-import threading
 import time
 import uuid
 
@@ -23,6 +22,7 @@ from conftest import REPOSITORY
 
 from support import processes
 from support.launchers import marked
+from support.running import Running
 
 LIMIT_S = 120
 """For any program here; no test depends on how fast it is."""
@@ -36,8 +36,8 @@ _OF_OTHERS = re.compile(
 )
 
 
-class Program:
-    """A running program, whose lines are read as they come, out and err as one."""
+class Program(Running):
+    """A running program."""
 
     def __init__(self, words, env, cwd):
         words = [*map(str, words)]
@@ -45,23 +45,7 @@ class Program:
         # Not only for a test that waits in vain: also for one that is killed itself, with which a forked
         # interpreter ends by itself.
         bounded = words if self._direct else ["timeout", "-k", "3", str(LIMIT_S), *words]
-        pipes = dict(stdin=processes.DEVNULL, stdout=processes.PIPE, stderr=processes.STDOUT)
-        self.process = processes.Popen(bounded, cwd=cwd, env=env, text=True, errors="replace", **pipes)
-        self.lines, self._ended, self._news = [], False, threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self):
-        for line in self.process.stdout:
-            with self._news:
-                self.lines.append(line.rstrip("\n"))
-                self._news.notify_all()
-        with self._news:
-            self._ended = True
-            self._news.notify_all()
-
-    @property
-    def text(self):
-        return "\n".join(self.lines)
+        super().__init__(bounded, LIMIT_S + 10, cwd=cwd, env=env, stdin=processes.DEVNULL)
 
     def family(self):
         """The program itself, and after it all that it has started."""
@@ -70,19 +54,6 @@ class Program:
             return [process] * self._direct + process.children(recursive=True)
         except psutil.NoSuchProcess:
             return []
-
-    def until(self, text):
-        """Waits for `text` in its output."""
-        with self._news:
-            self._news.wait_for(lambda: self._ended or text in self.text, LIMIT_S)
-            assert text in self.text, f"{text!r} never came:\n{self.text}"
-
-    def end(self):
-        """Exit code, once it has ended and nothing that it started holds its output any more."""
-        code = self.process.wait(LIMIT_S + 10)
-        with self._news:
-            assert self._news.wait_for(lambda: self._ended, GONE_S), f"it has left something running:\n{self.text}"
-        return code
 
 
 def clean(tfds_dir):

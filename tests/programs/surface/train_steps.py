@@ -183,55 +183,6 @@ def real_and_noise(n):
     return ({"real": features(n), "noise": normal(n, 3, seed=9)},)
 
 
-class VAE(keras.Model):
-    """Keras' example. The noise of its sampling comes with the data."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder = small(4), small(6, width=2)
-        self.trackers = [metrics.Mean(name=name) for name in ("loss", "reconstruction", "kl")]
-
-    @property
-    def metrics(self):
-        return self.trackers
-
-    def call(self, x):
-        return self.decoder(self.encoder(x["image"])[:, :2])
-
-    def measured(self, x):
-        mean, log_variance = ops.split(self.encoder(x["image"]), 2, -1)
-        decoded = self.decoder(mean + ops.exp(0.5 * log_variance) * x["noise"])
-        reconstruction = ops.mean(ops.sum(ops.square(decoded - x["image"]), -1))
-        kl = -0.5 * ops.mean(ops.sum(1 + log_variance - ops.square(mean) - ops.exp(log_variance), -1))
-        return reconstruction + kl, reconstruction, kl
-
-    def noted(self, values):
-        for tracker, value in zip(self.trackers, values):
-            tracker.update_state(value)
-        return {tracker.name: tracker.result() for tracker in self.trackers}
-
-    def train_step(self, data):
-        x = data[0] if isinstance(data, tuple) else data
-        with tf.GradientTape() as tape:
-            values = self.measured(x)
-        gradients = tape.gradient(values[0], self.trainable_weights)
-        self.optimizer.apply(gradients, self.trainable_weights)
-        return self.noted(values)
-
-    def test_step(self, data):
-        return self.noted(self.measured(data[0] if isinstance(data, tuple) else data))
-
-
-def vae():
-    model = VAE()
-    model.compile(keras.optimizers.SGD(0.02))
-    return model
-
-
-def image_and_noise(n):
-    return ({"image": features(n), "noise": normal(n, 2, seed=9)},)
-
-
 class Distiller(keras.Model):
     """Keras' example: compute_loss of one's own, with a teacher."""
 
@@ -355,7 +306,6 @@ PROGRAMS = [
     step("without an optimizer", lambda: compiled(WithoutOptimizerOfKeras(), "mse"), numbers,
          refused={"several": "after an update: add it up over the replicas"}),
     step("GAN", gan, real_and_noise),
-    step("VAE", vae, image_and_noise),
     step("distillation", distiller, classes),
     step("contrastive", contrastive, lambda n: (features(n),), refused=NO_MEAN),
     step("siamese by add_loss", siamese, triplets),
