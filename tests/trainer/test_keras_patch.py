@@ -1,5 +1,6 @@
 """`patch_keras`: what a script does with Keras alone comes out as with Keras alone, on any number of replicas."""
 
+import dataclasses
 from concurrent import futures
 
 import keras
@@ -9,6 +10,7 @@ import tensorflow as tf
 from support.training_cases import all_same
 
 import tfdist
+from tfdist.cluster.peers import Peers
 from tfdist.distributed import connect as connect_lib
 from tfdist.trainer import keras_patch
 from tfdist.trainer.keras_patch import KerasPatch
@@ -66,9 +68,10 @@ def script():
 
 @pytest.fixture
 def patched(connect):
-    def install(replicas, **options):
-        keras_patch.install(KerasPatch(connect(replicas), **options))
-        return connect(replicas)
+    def install(replicas, peers=None, **options):
+        distribution = dataclasses.replace(connect(replicas), peers=peers) if peers else connect(replicas)
+        keras_patch.install(KerasPatch(distribution, **options))
+        return distribution
 
     yield install
     tfdist.unpatch_keras()
@@ -177,6 +180,20 @@ def test_what_another_library_has_replaced_is_not_replaced_again(connect, monkey
     monkeypatch.setattr(keras.Model, "fit", lambda model, *args: "logged", raising=False)
     with pytest.raises(tfdist.UserError, match=r"keras.Model.fit has been replaced by .*: call tfdist.patch_keras\("):
         tfdist.patch_keras(connect(1))
+
+
+def test_threads_that_call_at_once_are_refused_on_several_workers(patched):
+    """The workers were said to have other data."""
+
+    class Asks(keras.callbacks.Callback):
+        def on_predict_begin(self, logs=None):
+            with futures.ThreadPoolExecutor(1) as pool:
+                pool.submit(self.model.predict, X, verbose=0).result()
+
+    patched(1, peers=Peers(hosts=("a", "b")))
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+    with pytest.raises(tfdist.UserError, match="threads of the script call models at once"):
+        model.predict(X, callbacks=[Asks()], verbose=0)
 
 
 def test_patching_twice_changes_nothing(connect):

@@ -108,11 +108,9 @@ def judged(row: Row, reference: Row, difference: "Difference", tolerance: float)
     Tolerance 0, with virtual replicas, demands all bits, also of what was measured on the way.
     """
     distance = difference.distance
-    far = []
-    for name, apart in row.evaluation_difference.items():
-        most = EVALUATION * tolerance * max(1.0, abs(row.evaluation.get(name) or 0.0))
-        if not abs(apart) <= max(most, COUNTED if name != "loss" else 0.0):  # NaN, too
-            far.append(f"{name} ({abs(apart):.1e} apart)")
+    size = lambda name: max(1.0, abs(row.evaluation.get(name) or 0.0))
+    most = lambda name: max(EVALUATION * tolerance * size(name), COUNTED if name != "loss" else 0.0)
+    apart = [(name, abs(by)) for name, by in row.evaluation_difference.items() if not abs(by) <= most(name)]  # NaN, too
     identical = row.weights_sha256 == reference.weights_sha256 and distance == 0
     verdict, why = "identical" if identical else "same", ""
     if not tolerance and not identical:
@@ -121,8 +119,8 @@ def judged(row: Row, reference: Row, difference: "Difference", tolerance: float)
         why = "the weights are the same to the last bit, and the losses on the way or the evaluation are not"
     elif tolerance and not distance <= tolerance:  # NaN, too
         why = f"{distance:.1e} is more than {tolerance:g}"
-    elif tolerance and far:
-        why = f"the same weights are evaluated to another {far[0]}"
+    elif tolerance and apart:
+        why = f"the same weights are evaluated to another {apart[0][0]} ({apart[0][1]:.1e} apart)"
     row = dataclasses.replace(row, weights="different" if why else verdict, why=why, variable=difference.variable)
     largest, scale = _finite(difference.largest), _finite(difference.scale)
     return dataclasses.replace(row, distance=_finite(distance), largest=largest, scale=scale)

@@ -176,10 +176,9 @@ def uneven_end(error: str, update: int | None, peers: Peers) -> str:
     match = _TOLD.search(error)
     if not match:
         return ""
-    workers: dict[str, list[str]] = {"0": [], "1": []}
-    for rank, more in enumerate(match[1].split()):
-        workers[more].append(f"{rank} ({peers.hosts[rank]})")
-    ended, on = (f"worker{'s' * (len(w) > 1)} {', '.join(w)}" for w in workers.values())
+    told = list(zip(match[1].split(), (f"{rank} ({host})" for rank, host in enumerate(peers.hosts))))
+    workers = [[name for more, name in told if more == one] for one in "01"]
+    ended, on = (f"worker{'s' * (len(w) > 1)} {', '.join(w)}" for w in workers)
     where = "earlier" if update is None else f"after update {update + int(match[2])}"
     return f"the data of {ended} ended {where}, that of {on} goes on: give all workers the same batches"
 

@@ -90,8 +90,7 @@ def evaluate(
     replica_sync_check.check_weights(model, distribution, "before an evaluation")
     evaluation.check(check_agreement)
     called = on_this_worker(callbacks, model, distribution, verbose, evaluation.batches)
-    counting = metrics.counting_resets(model)
-    with keras_internals.variables_as_numbers(), counting, chief_alone(called, distribution):
+    with keras_internals.variables_as_numbers(), metrics.counting_resets(model), chief_alone(called, distribution):
         logs = evaluation.run(called, should_stop)
     return logs if return_dict else keras_internals.metrics_in_order(model, logs)
 
@@ -108,9 +107,7 @@ class Evaluation:
         steps: int | None,
         virtual_replicas: int = 0,
     ):
-        self._layout = layout = sources.layout_of(
-            source, batch, distribution, 1, least=False, virtual_replicas=virtual_replicas
-        )
+        layout = sources.layout_of(source, batch, distribution, 1, least=False, virtual_replicas=virtual_replicas)
         self._feed, self.batches = _feed(source, layout, steps, "evaluate")
         self._reader = source.reader
         self._step = step_calls.step_of(model, distribution, source, batch=layout.batch)
@@ -118,7 +115,7 @@ class Evaluation:
         self._step.compiled("test", layout)  # refuses what cannot be evaluated
         self._step.check_batches("test", layout, source.sizes(layout.batch))
         self._tuner = StepsPerCallTuner(None)
-        self._virtual_replicas, self._source = virtual_replicas, source
+        self._layout, self._virtual_replicas, self._source = layout, virtual_replicas, source
         self.examples = 0  # examples evaluated by the last run
 
     def check(self, choice: str, within_fit: bool = False) -> None:
@@ -334,14 +331,12 @@ def answering_callbacks(
     Keras' own end there with an error, and are used everywhere else.
     """
     # TensorFlow keeps each variable of such a strategy on all workers: one of them alone cannot read it.
-    spans = distribution.workers > 1 and distribution.strategy.num_replicas_in_sync > len(distribution.devices)
-    if not spans:
+    if distribution.workers == 1 or distribution.strategy.num_replicas_in_sync <= len(distribution.devices):
         return contextlib.nullcontext()
     choice = "off" if check_agreement == "off" else "auto"  # a callback may evaluate again and again
     options: dict[str, Any] = dict(distribution=distribution, virtual_replicas=virtual_replicas, check_agreement=choice)
-    evaluate_here: Callable[..., object] = functools.partial(evaluate, **options)
 
-    def answer(*args: object, **kwargs: object) -> object:
-        return evaluate_here(*args, **kwargs if len(args) > 8 else {"return_dict": False, **kwargs})
+    def answer(*args: Any, **kwargs: object) -> object:
+        return evaluate(*args, **options | ({} if len(args) > 8 else {"return_dict": False}) | kwargs)
 
     return keras_internals.measured_by(model, answer, functools.partial(predict, **options))

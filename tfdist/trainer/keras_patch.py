@@ -9,7 +9,8 @@ import inspect
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -67,6 +68,7 @@ class KerasPatch:
         self._call_fit = call_fit or (lambda fit, model, arguments: fit(model, **arguments))
         self._keeps_fits = call_fit is not None
         self._fits = 0
+        self._lock = threading.RLock()
         self._warned: set[str] = set()
         self._undo = contextlib.ExitStack()
         self._scope = contextlib.ExitStack()
@@ -125,6 +127,17 @@ class KerasPatch:
         """Returns a function that is called outside of the scope, in which a variable of the chief's own would wait."""
         return keras_internals.outside_scope()(function) if self.distribution.workers > 1 else function
 
+    @contextlib.contextmanager
+    def _one_thread(self) -> Iterator[None]:
+        """Refuses a call, on several workers, while another thread is in one."""
+        with contextlib.ExitStack() as held:
+            if self.distribution.workers > 1:
+                if not self._lock.acquire(blocking=False):
+                    what = "threads of the script call models at once, which each worker does in another order"
+                    raise UserError(what, "make these calls one after the other")
+                held.callback(self._lock.release)
+            yield
+
     def _leave_scope(self) -> None:
         # Within a scope that the script itself has entered again, TensorFlow refuses to leave the outer one.
         with contextlib.suppress(RuntimeError, IndexError):
@@ -168,8 +181,7 @@ class KerasPatch:
             path, name = pathlib.Path(filepath).absolute(), theirs.__name__
             if peers.is_apart or len(set(peers.gather(f"{name}()", str(path)))) > 1:
                 return theirs(model, filepath, *args, **options)
-            hosts = peers.hosts
-            result, content = None, None
+            hosts, result, content = peers.hosts, None, None
             if self.distribution.is_chief:
                 with peers.during("saving"):
                     result = theirs(model, filepath, *args, **options)
@@ -190,6 +202,7 @@ class KerasPatch:
 
         @functools.wraps(theirs)
         @self._outside_scope
+        @self._one_thread()
         def method(*args: Any, **options: Any) -> Any:
             own = {option: options.pop(option) for option in [*options] if option not in signature.parameters}
             arguments = signature.bind(*args, **options).arguments | own  # tfdist's, or misspelled
@@ -216,10 +229,8 @@ class KerasPatch:
 
     def _normalize(self, model: keras.Model, arguments: dict[str, Any]) -> None:
         """Synchronizes BatchNormalization over the replicas, or accepts that each normalizes by itself."""
-        if self.distribution.replicas == 1 or self._virtual_replicas:
-            return
-        alone = batch_norm.normalizing_alone(model)
-        if not alone:
+        several = self.distribution.replicas > 1 and not self._virtual_replicas
+        if not several or not (alone := batch_norm.normalizing_alone(model)):
             return
         if self._sync_batch_norm:
             batch_norm.synchronize_batch_norm(model)
