@@ -382,15 +382,15 @@ def variants(y_pred: Structure) -> list[Structure]:
 def negated(y_pred: Structure) -> Structure:
     """Returns outputs of another sign, which a model need not be able to give.
 
-    Where all are below zero, a maximum that begins there seems to add up.
+    Where all are below zero, a maximum that begins there seems to add up, and so it does where all are zero.
     """
-    return _changed(y_pred, lambda t: -_spread(t))
+    return _changed(y_pred, lambda t: -_spread(tf.where(tf.equal(t, 0), _spread(tf.ones_like(t), -1.0), t)))
 
 
 def _changed(values: Structure, change: Callable[[tf.Tensor], tf.Tensor]) -> Structure:
     return keras.tree.map_structure(lambda t: change(t) if t.dtype.is_floating else t, values)
 
 
-def _spread(t: tf.Tensor) -> tf.Tensor:
-    factors = tf.constant(np.random.default_rng(0).uniform(0.5, 1.0, [SAMPLE_ROWS]))
+def _spread(t: tf.Tensor, least: float = 0.5) -> tf.Tensor:
+    factors = tf.constant(np.random.default_rng(0).uniform(least, 1.0, [SAMPLE_ROWS]))
     return t * tf.cast(tf.reshape(factors, [-1, *[1] * (t.shape.rank - 1)]), t.dtype)

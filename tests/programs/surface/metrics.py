@@ -171,6 +171,11 @@ class Lowest(metrics.Metric):
         return self.value
 
 
+def of_zeros():
+    zeros = L.Dense(5, kernel_initializer="zeros")
+    return compiled(keras.Sequential([keras.Input((6,)), zeros]), "mse", metrics=[Highest()])
+
+
 def of_rising_outputs():
     """Outputs that are what goes in, which training hardly changes."""
     model = keras.Sequential([keras.Input((1,)), L.Dense(1, use_bias=False, kernel_initializer="ones")])
@@ -343,6 +348,7 @@ PROGRAMS = [
     measured("that keep their state", lambda: [OverEpochs(name="over"), Fading(name="fading")], numbers),
     # The rows that metrics are tried on have no output above zero.
     Program("metrics a maximum that begins at zero", of_rising_outputs, rising),
+    Program("metrics a maximum of outputs that begin at zero", of_zeros, numbers),
     measured("a count of updates", lambda: [Batches()], numbers),
     measured("a mean over updates", lambda: [MeanOfBatches(name="rmse")], numbers),
     measured("own update_state", lambda: [Counted()], numbers),
