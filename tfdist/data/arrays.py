@@ -218,6 +218,11 @@ class ArrayFeed(Feed):
         first, full = update % self.batches, self._size // self._layout.batch
         return int(self._counts[first]), full - first if first < full else 1
 
+    def whole_batch(self, update: int) -> tuple:
+        epoch, number = divmod(update, self.batches)
+        rows, counts = self._of_epoch(epoch)
+        return keras.tree.map_structure(lambda t: tf.gather(t, rows[number, : counts[number]]), self._table)
+
     def _of_epoch(self, epoch: int) -> tuple:
         if self._seed is None:
             epoch = 0

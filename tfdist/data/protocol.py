@@ -82,6 +82,13 @@ class Feed:
         """Names, after an error, the first example of the last call that cannot be decoded, and why; "" for none."""
         return ""
 
+    def keep(self) -> None:
+        """Keeps some of the batches that it reads from now on for `whole_batch`, if they cannot be read again."""
+
+    def whole_batch(self, update: int) -> tuple | None:
+        """Returns the global batch of an update that has been read, or of one shortly before; None if none is kept."""
+        return None
+
     def same_length(self, update: int) -> tuple[int, int] | None:
         """Returns the examples of the batch of `update`, and the batches from it on with as many; None if unknown."""
         return None
@@ -131,6 +138,12 @@ class StaticFeed(Feed):
 
     def first_unreadable(self) -> str:
         return self.inner.first_unreadable()
+
+    def keep(self) -> None:
+        self.inner.keep()
+
+    def whole_batch(self, update: int) -> tuple | None:
+        return self.inner.whole_batch(update)
 
     def _checked(self, batch: Structure) -> Structure:
         shapes = [leaf.shape[1:].as_list() for leaf in keras.tree.flatten(batch)]

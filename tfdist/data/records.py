@@ -188,6 +188,10 @@ class RecordFeed(Feed):
                 return f"{self._source.name(int(row))} cannot be decoded: {reason(error)}"
         return ""
 
+    def whole_batch(self, update: int) -> tuple:
+        feed = RecordFeed(self._source, Layout(self._layout.batch, 1, 1), self._shuffle, self._seed)
+        return next(iter(feed.dataset(update).take(1)))
+
     def dataset(self, update: int) -> tf.data.Dataset:
         """Returns the batches from that of `update` on, without end, for `batch_layout.fetch`.
 

@@ -7,6 +7,7 @@ import dataclasses
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -17,13 +18,11 @@ from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions
-from tfdist.keras_bridge.loss import SAMPLE_ROWS, is_of_keras
+from tfdist.keras_bridge.loss import SAMPLE_ROWS
 from tfdist.step import own_step
 from tfdist.step.batch_loop import LastLogs, LogNames, Totals
 from tfdist.step.functions import TrainingOptions, evaluation_call, prediction_call, training_call
 from tfdist.step.replica import Replica
-
-MORE_ROWS = 64  # on which a model is checked that may compute something across a batch
 
 
 class Step:
@@ -47,7 +46,12 @@ class Step:
         self.warm: set[int] = set()  # ids of the functions that have been called, and so compiled
         self.replica = Replica(model, distribution, preconditions.use_xla(model, distribution))
         self.sample_rows: tuple[Structure, ...] | None = None  # a few rows of the data
-        self.more_rows: tuple[Structure, ...] | None = None  # of a model that may compute something across a batch
+        self.checked: dict[tuple, Any] = {}
+        """By comparison and entries of rows: what has been passed of `equivalence_check`, and what repeats that."""
+        self.repeats: dict[str, tuple[int, int, int]] = {}
+        """By kind, of repeated checks: calls, batches computed in them, and how many of these when last checked."""
+        self.more_rows = SAMPLE_ROWS  # of code of the user's own
+        self._first: tuple[Structure, ...] = ()  # the first batch of a stream
         # Targets and outputs of a few rows, until losses and metrics have been classified by them.
         self._sample: tuple[Structure, Structure] | None = None
         self._adding: list[str] = []  # the layers that call `add_loss`
@@ -200,32 +204,25 @@ class Step:
         # Anew: which variables have a regulariser is known only now.
         self.replica = Replica(model, self.distribution, self.replica.jit)
         self.replica.bare = bare
-        self.sample_rows = _rows(data, SAMPLE_ROWS)
+        self.sample_rows, self._first = _rows(data, SAMPLE_ROWS), data
         if y is not None and outputs is not None and not self.by_rows:
             self._sample = unpack(self.sample_rows)[1], _rows(_rows(outputs, 1), SAMPLE_ROWS)
         if self.distribution.replicas > 1 and self._sample is not None:
             self._check(Layout(SAMPLE_ROWS, self.distribution.replicas, 1), "test")  # before a state is restored
 
-    def rows_of(self, source: Source) -> tuple[Structure, ...]:
-        """Returns the sample rows, as far as the source has such; or its own, if it has weights or targets besides."""
-        known = self.sample_rows or ()
-        if self.sample_rows is None or source.entries <= len(known):
-            return known[: source.entries]
-        return _rows(source.spread_rows(SAMPLE_ROWS), SAMPLE_ROWS)
+    def rows_of(self, source: Source, number: int = SAMPLE_ROWS) -> tuple[Structure, ...]:
+        """Returns the sample rows, as far as the source has such; or its own, if it has weights or targets besides.
 
-    def take_more_rows(self, source: Source) -> None:
-        """Takes more rows for another check where code of the user's own may compute something across a batch.
-
-        It may depend on what is rare, such as a count of masked targets, of which `SAMPLE_ROWS` may hold none.
+        Args:
+          number: more than `SAMPLE_ROWS` are of the source, or of the first batch of a stream, which is read once.
         """
-        layers = [layer for layer in keras_internals.flat_layers(self.model) if not is_of_keras(type(layer))]
-        across = self.own_steps["train"] or any(
-            layer.name in self._adding
-            or len(keras_internals.own_variables(layer)) > len(keras_internals.own_trainable_variables(layer))
-            for layer in layers
-        )
-        if across and self.distribution.replicas > 1 and not keras_internals.fixed_batch(self.model):
-            self.more_rows = _rows(source.spread_rows(MORE_ROWS), MORE_ROWS)
+        known = self.sample_rows or ()
+        if source.entries <= len(known):
+            if number == SAMPLE_ROWS:
+                return known[: source.entries]
+            if source.size is None and self._first:
+                return spread_over(self._first[: source.entries], number)
+        return spread_over(source.spread_rows(number), number)
 
     def _depends_on_rows(self, x: Structure, outputs: Structure) -> bool:
         """Returns whether other numbers of rows give outputs of other shapes, as a matrix of their similarities."""
@@ -281,6 +278,12 @@ class Step:
         optimizer = model.optimizer
         if optimizer is not None and not optimizer.built and not own:
             optimizer.build(model.trainable_variables)
+
+
+def spread_over(values: Structure, number: int) -> Structure:
+    """Returns so many rows from all over tensors, each several times in a row where there are fewer."""
+    rows = lambda t: tf.range(number, dtype=tf.int64) * tf.shape(t, tf.int64)[0] // number
+    return keras.tree.map_structure(lambda t: tf.gather(t, rows(t)), values)
 
 
 def _rows(values: Structure, number: int) -> Structure:

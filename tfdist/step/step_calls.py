@@ -33,6 +33,7 @@ class _Kept(NamedTuple):
     trained: tuple[keras.Variable, ...] | None = None  # updated by trainings since compile()
 
 
+_MOST_CHECKED = 64  # rows on which code of the user's own is checked; no more than a batch, for which memory suffices
 _STEPS: dict[int, _Kept] = {}
 """By the id of the model, until it is gone; by the model itself those without a hash could have none."""
 
@@ -58,13 +59,12 @@ def step_of(
         return kept.step
     preconditions.same_model(model, distribution, not outputs_only)
     step = Step(model, distribution)
+    step.more_rows = max(loss.SAMPLE_ROWS, min(_MOST_CHECKED, batch))
     try:
         rows = source.spread_rows(loss.SAMPLE_ROWS)
     except UNREADABLE as error:
         raise explained(error, None, None, distribution.peers) from error
     step.build(rows, source.bare, outputs_only, lambda: source.spread_rows(batch))
-    if not outputs_only:
-        step.take_more_rows(source)
     optimizer = [] if outputs_only else [v for o in preconditions.optimizers(model) for v in o.variables]
     preconditions.same_weights(model, distribution)
     distribution.broadcast([*model.variables, *optimizer])

@@ -116,6 +116,7 @@ class Evaluation:
         self._step.check_batches("test", layout, source.sizes(layout.batch))
         self._tuner = StepsPerCallTuner(None)
         self._layout, self._virtual_replicas, self._source = layout, virtual_replicas, source
+        self._repeated: equivalence_check.RepeatedCheck | None = None
         self.examples = 0  # examples evaluated by the last run
 
     def check(self, choice: str, within_fit: bool = False) -> None:
@@ -126,7 +127,11 @@ class Evaluation:
           within_fit: whether a training has been checked; that counts if it had weights, too.
         """
         within_fit = within_fit and self._source.entries <= len(self._step.sample_rows or ())
-        equivalence_check.check_forward(self._step, "test", self._source, choice, self._virtual_replicas, within_fit)
+        virtual = self._virtual_replicas
+        equivalence_check.check_forward(self._step, "test", self._source, choice, virtual, within_fit)
+        self._repeated = equivalence_check.RepeatedCheck(self._step, "test", choice, virtual)
+        if self._repeated.probes:
+            self._feed.keep()
 
     def run(
         self, callbacks: keras.callbacks.CallbackList | None, should_stop: Callable[[], str] = agreement.never
@@ -168,6 +173,8 @@ class Evaluation:
                 distribution, model, label, seconds, should_stop, NOTHING_DUE, digest, self._feed, "stop_evaluating"
             )
             tuner.record(decisions.seconds, fresh, part.full)
+            if self._repeated:
+                self._repeated.after(fresh, lambda at=done - 1: self._feed.whole_batch(at))  # type: ignore[misc]
             if fresh < part.last - part.first:
                 break
         if not done:

@@ -47,6 +47,7 @@ class FitLoop:
         )
         self._times_sums = self._distribution.timed or self._distribution.replicas == 1
         self._call_ended = 0.0  # by `time.perf_counter`
+        self._repeated: equivalence_check.RepeatedCheck | None = None
 
     def run(self) -> keras.callbacks.History:
         """Trains from the beginning, or from where a checkpoint is, to the end."""
@@ -67,6 +68,7 @@ class FitLoop:
                 except (NotFinite, OutOfMemory) as error:
                     self._recover(error)
             # Before the last checkpoint, which would keep what is wrong.
+            self._check_again(0, last=True)
             self._sync_check.check(self._model, "after the last update")
             self._checkpoints.end(self._position)
             ema.finalize(keras_internals.inner_optimizer(self._model.optimizer), self._model.trainable_variables)
@@ -119,6 +121,14 @@ class FitLoop:
             equivalence_check.check_training(self._step, plan.source, choice, virtual, parts)
             if plan.validation:
                 plan.validation.check(choice, within_fit=True)
+        self._repeated = equivalence_check.RepeatedCheck(self._step, "train", choice, virtual, parts)
+        if self._repeated.probes:
+            plan.feed.keep()
+
+    def _check_again(self, updates: int, last: bool = False) -> None:
+        """Repeats the check, so many updates after the call before, if it is time."""
+        if self._repeated:
+            self._repeated.after(updates, lambda: self._plan.feed.whole_batch(self._position.update - 1), last)
 
     def _goes_on(self) -> bool:
         position = self._position
@@ -266,6 +276,7 @@ class FitLoop:
             between=python,
         )
         self._tuner.record(decisions.seconds, done, part.full, decisions.between)
+        self._check_again(done)
         if done < part.last - part.first:
             return False
         if position.begun < limit and not model.stop_training:

@@ -185,6 +185,7 @@ class _OnBatch:
         self._late = False  # whether a metric has created variables while it was traced, after the reset
         self._batches = tf.constant(0), tf.constant(1)  # from and to which batch of a feed
         self._calls = self._checksum = 0
+        self._repeated = equivalence_check.RepeatedCheck(step, kind, options.check_agreement, virtual)
 
     def _prepare_training(self, source: sources.Source, options: _Options) -> None:
         step, model, distribution = self.step, self.step.model, self.step.distribution
@@ -198,7 +199,7 @@ class _OnBatch:
 
     def __call__(self, columns: tuple) -> tuple:
         """Returns what the compiled function returns for a batch, see `Step.compiled`."""
-        step, leaves = self.step, keras.tree.flatten(columns)
+        step, leaves, batch = self.step, keras.tree.flatten(columns), columns
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         step.replica.bare = self._bare
         call, count, rows = self._functions.get(shapes) or self._function(shapes, columns)
@@ -215,6 +216,7 @@ class _OnBatch:
         result = step_calls.run(step, call, arguments, None, updates)
         if variables is not None and variables != len(step.model.metrics_variables):
             self._late = keras_internals.RESETS_ON_BATCH
+        self._repeated.after(1, lambda: batch)
         if self._average:  # somebody may read or save the statistics at any time
             self._average()
         return result

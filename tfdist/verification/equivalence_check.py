@@ -3,7 +3,8 @@
 Before the first update, the first few rows of the data, a number that does not divide evenly, go forward and backward
 through one replica that has them all, and through the parts that share them. Losses, metrics and the gradient must
 agree to rounding. Evaluations and predictions are checked forward, unless a training has been. Models that have passed
-are recorded in the user's cache, if all of their code is Keras', so that only a new one pays for it.
+are recorded in the user's cache, if all of their code is Keras', so that only a new one pays for it. Other code may
+compute something across a batch for rare rows or for later weights only: its check is repeated on later batches.
 """
 
 import contextlib
@@ -11,7 +12,6 @@ import hashlib
 import pathlib
 import time
 import types
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -48,9 +48,6 @@ _WRAPPERS = keras.layers.TFSMLayer, keras.layers.JaxLayer, keras.layers.FlaxLaye
 _VERB = {"train": "agree on", "test": "agree on measuring", "predict": "agree on predicting with"}
 _CONTEXT = {"train": "", "test": " in an evaluation", "predict": " in a prediction"}
 
-_AGREED: weakref.WeakKeyDictionary[Step, set[tuple[Comparison, int]]] = weakref.WeakKeyDictionary()
-"""Comparisons that have passed in this process, and whether with inputs alone (1), targets (2) or weights, too (3)."""
-
 
 def check_training(step: Step, source: Source, choice: str, virtual_replicas: int = 0, accumulate: int = 1) -> None:
     """Refuses, before its first update, a training that would not be what it is on one replica.
@@ -71,12 +68,13 @@ def check_training(step: Step, source: Source, choice: str, virtual_replicas: in
         return _refuse_by_structure(step, _comparisons(step, "train", virtual_replicas))
     for comparison in _comparisons(step, "train", virtual_replicas, accumulate):
         rows = step.rows_of(source)
-        samples = [rows] if step.more_rows is None else [rows, step.more_rows]
-        agreed, key = _AGREED.setdefault(step, set()), (comparison, len(rows))
-        agree = [_agree(step, rows, comparison, choice, choice == "auto" and key in agreed) for rows in samples]
-        if all(agree):
-            agreed.add(key)
-        if all(agree) and comparison.parts != "micro-batches":
+        agree = None
+        if not keras_internals.fixed_batch(step.model) and _runs_own(step.model, "train"):
+            # Which may depend on what is rare, such as a count of masked targets.
+            agree = _agree(step, step.rows_of(source, step.more_rows), comparison, choice)
+        if agree is None:
+            agree = _agree(step, rows, comparison, choice)
+        if agree and comparison.parts != "micro-batches":
             _record_forward(step, rows, comparison, choice == "auto")
 
 
@@ -94,9 +92,76 @@ def check_forward(
         return
     rows = _rows_for(step, step.rows_of(source), kind)
     for comparison in _comparisons(step, kind, virtual_replicas):
-        agreed, key = _AGREED.setdefault(step, set()), (comparison, len(rows))
-        if _agree(step, rows, comparison, choice, passed=choice == "auto" and key in agreed):
-            agreed.add(key)
+        _agree(step, rows, comparison, choice)
+
+
+class RepeatedCheck:
+    """Repeats a check that has passed on batches of a training or an evaluation, with the weights that it has then.
+
+    After 1, 2, 3, 5, 8, 12, ... batches, half as many more each time, so that it costs less and less; of models with
+    code of the user's own alone. Within a training, an evaluation repeats the check of that.
+
+    Args:
+      kind: `train` or `test`.
+      choice, virtual_replicas, accumulate: as for `check_training`.
+    """
+
+    def __init__(self, step: Step, kind: str, choice: str, virtual_replicas: int = 0, accumulate: int = 1):
+        self._step, self._kind = step, kind
+        comparisons = _comparisons(step, kind, virtual_replicas, accumulate) if choice != "off" else []
+        self.probes: dict[Comparison, EquivalenceProbe] = {}
+        for comparison in comparisons:
+            for (passed, _), probe in step.checked.items():
+                if probe and passed in (comparison, comparison._replace(kind="train")):
+                    self.probes[comparison] = probe
+        if not self.probes:
+            return
+        calls, done, checked = step.repeats.get(kind, (0, 0, 0))
+        calls += 1
+        begins = calls & (calls - 1) == 0  # calls 1, 2, 4, 8, ..., whose data may be others, begin anew
+        step.repeats[kind] = (calls, 0, 0) if begins else (calls, done, checked)
+
+    def after(self, batches: int, rows_of_last: Callable[[], tuple | None], last: bool = False) -> None:
+        """Checks again if it is time.
+
+        Args:
+          batches: number of those computed since the call before.
+          rows_of_last: returns the whole of the last of them, or of one shortly before; None if none is kept.
+          last: whether there will be no more.
+
+        Raises:
+          UserError: the parts of such a batch do not give what the whole does.
+        """
+        if not self.probes:
+            return
+        calls, done, checked = self._step.repeats[self._kind]
+        done += batches
+        due = 2 * done >= 3 * checked or (last and 4 * done >= 5 * checked)
+        self._step.repeats[self._kind] = calls, done, done if due else checked
+        if not due or done == checked:
+            return
+        rows = rows_of_last()
+        peers = self._step.distribution.peers
+        for comparison, probe in self.probes.items():
+            known = rows is not None and probe.look_at(rows)
+            checksum = crc(probe.rows) if known else 0
+            if len(set(peers.gather("the rows to check", checksum))) == 1:
+                self._repeat(comparison, probe, done)
+
+    def _repeat(self, comparison: Comparison, probe: EquivalenceProbe, done: int) -> None:
+        groups = probe.some_rows()[1:]  # of single rows
+        try:
+            with self._step.distribution.peers.during("compiling"):
+                distances = probe.run(True).distance(probe.run(False))
+                suspect = not max(distances.values(), default=0.0) <= ROUNDING
+                some = [groups[done % len(groups)]] if groups else []
+                outcome = _of_some_rows(probe, [[*range(probe.count)], *some] if suspect else some)
+        except tf.errors.OpError:
+            return  # of rows that cannot be computed alone: the batch itself has been
+        if outcome is not None:
+            message = _message(self._step, probe.rows, comparison, outcome.disagreements(), probe.adding)
+            what = "updates" if self._kind == "train" else "batches"
+            raise UserError(f"found after {done} {what}: {message}")
 
 
 def _comparisons(step: Step, kind: str, virtual_replicas: int, accumulate: int = 1) -> list[Comparison]:
@@ -119,9 +184,11 @@ def _record_forward(step: Step, sample: tuple[Structure, ...], comparison: Compa
         return
     losses = len(keras_internals.loss_entries(model))
     every = losses and losses == step.outputs and not preconditions.replaced(model, preconditions.PREDICTION)
+    if _runs_own(model, "train"):  # a global may decide what it computes then
+        return
     for kind in ("test", "predict") if every else ("test",):
         other, rows = comparison._replace(kind=kind), _rows_for(step, sample, kind)
-        _AGREED.setdefault(step, set()).add((other, len(rows)))
+        step.checked[other, len(rows)] = None
         if persist:
             record_pass(fingerprint(model, step.distribution, rows, other))
 
@@ -149,14 +216,16 @@ class _Outcome(NamedTuple):
     is_conclusive: bool  # whether a difference would show in spite of rounding and random numbers
 
     @classmethod
-    def of(cls, probe: EquivalenceProbe) -> "_Outcome":
-        """Computes the rows in both ways, and as a whole in the opposite order."""
-        whole, backwards, parts = probe.run(True), probe.run(True, backwards=True), probe.run(False)
+    def of(cls, probe: EquivalenceProbe, some: Sequence[int] | None = None) -> "_Outcome":
+        """Computes all rows, or some, in both ways, and as a whole in the opposite order."""
+        whole, backwards = probe.run(True, some=some), probe.run(True, backwards=True, some=some)
+        parts = probe.run(False, some=some)
         types = {layer.compute_dtype for layer in keras_internals.flat_layers(probe.model)}
         rounding = max(ROUNDING_OF_HALF_PRECISION.get(kind, ROUNDING) for kind in types)
         distances = whole.distance(parts)
         if probe.own_training:  # which may clip what is as large in other rows
-            whole_large, parts_large = probe.run(True, factor=LARGE), probe.run(False, factor=LARGE)
+            whole_large = probe.run(True, factor=LARGE, some=some)
+            parts_large = probe.run(False, factor=LARGE, some=some)
             if whole_large.is_finite() and whole_large.gradient:
                 distances[_LARGE_GRADIENT] = whole_large.distance(parts_large)["the gradient"]
         noise, finite = whole.distance(backwards), whole.is_finite()
@@ -169,11 +238,23 @@ class _Outcome(NamedTuple):
         return {name: distance for name, distance in self.distances.items() if not distance <= self.limit}
 
 
-def _compare_in_float64(step: Step, rows: tuple[Structure, ...], comparison: Comparison) -> _Outcome | None:
+def _of_some_rows(probe: EquivalenceProbe, groups: list[list[int]]) -> _Outcome | None:
+    """Returns where some rows alone disagree, in float64, too, if that can be computed; else None."""
+    for some in groups:
+        outcome = _Outcome.of(probe, some)
+        if outcome.is_conclusive and outcome.disagreements():
+            # As late in a training, or of a few rows, gradients may cancel each other, and rounding be large.
+            exact = _compare_in_float64(probe, some) or outcome
+            if exact.disagreements():
+                return exact
+    return None
+
+
+def _compare_in_float64(probe: EquivalenceProbe, some: Sequence[int] | None = None) -> _Outcome | None:
     """Compares again with hardly any rounding, as deep networks need it; None where that is inconclusive, too."""
     try:
-        with keras_internals.computing_in(step.model, "float64"):
-            outcome = _Outcome.of(EquivalenceProbe(step, rows, comparison))
+        with keras_internals.computing_in(probe.model, "float64"):
+            outcome = _Outcome.of(EquivalenceProbe(probe.step, probe.rows, probe.comparison), some)
     except (ValueError, TypeError, tf.errors.OpError):  # of a layer that is written for one type
         return None
     return outcome if outcome.is_conclusive else None
@@ -195,11 +276,10 @@ def _refuse_by_structure(step: Step, comparisons: Sequence[Comparison], whole: P
                 raise UserError(f"{comparison} would train different models: {reason}")
 
 
-def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choice: str, passed: bool = False) -> bool:
-    """Compares on all workers; returns whether both ways agree, now or before, and False where it is inconclusive.
+def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choice: str) -> bool | None:
+    """Compares on all workers; returns whether both ways agree, now or before, and None where memory does not suffice.
 
-    Args:
-      passed: whether they have agreed in this process.
+    It is False where that is inconclusive, too.
     """
     if step.by_rows:
         raise UserError(
@@ -209,9 +289,11 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         )
     distribution = step.distribution
     mark = fingerprint(step.model, distribution, rows, comparison) if choice == "auto" else ""
-    passed = passed or bool(mark and (_cache_folder() / mark).exists())
+    key = comparison, len(rows)
+    passed = choice == "auto" and (key in step.checked or bool(mark and (_cache_folder() / mark).exists()))
     states = distribution.peers.gather("whether the model has been checked", [passed, crc(rows)])
     if all(passed for passed, _ in states):
+        step.checked.setdefault(key)
         return True
     if any(checksum != states[0][1] for _, checksum in states):
         # Of no use to compare them. If it is not only their inputs that are random, the first batches will say so.
@@ -224,13 +306,15 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
     try:
         with distribution.peers.during("compiling"), step_calls.eagerly(step.model):
             outcome = _Outcome.of(probe)
+            if outcome.is_conclusive and not outcome.disagreements() and _runs_own(step.model, comparison.kind):
+                outcome = _of_some_rows(probe, probe.some_rows()) or outcome
             if not outcome.is_conclusive:
-                outcome = _compare_in_float64(step, rows, comparison) or outcome
+                outcome = _compare_in_float64(probe) or outcome
             if not outcome.is_conclusive and outcome.is_finite:
                 repeated = outcome.whole.distance(probe.run(True, times=2))
     except tf.errors.ResourceExhaustedError:
         _refuse_by_structure(step, [comparison])
-        return False  # of which the first batch will say more
+        return None  # the first batch will say more
     except (ValueError, TypeError, tf.errors.OpError) as error:
         if comparison.kind == "train":
             if probe.computed_whole or not isinstance(error, tf.errors.OpError):
@@ -261,6 +345,7 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
     if disagreements := outcome.disagreements():
         raise UserError(_message(step, rows, comparison, disagreements, probe.adding))
     record_pass(mark)
+    step.checked[key] = probe if not step.model.run_eagerly and _runs_own(step.model, comparison.kind) else None
     most = max((d for n, d in outcome.distances.items() if n != "the gradient"), default=0.0)
     numbers = f"{'outputs' if comparison.kind == 'predict' else 'loss'} {most:.0e}"
     if comparison.kind == "train":
@@ -416,13 +501,9 @@ def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure,
     import tfdist
 
     kind = comparison.kind
-    methods = {"train": preconditions.TRAINING, "test": preconditions.EVALUATION, "predict": preconditions.PREDICTION}
-    optimizers = preconditions.optimizers(model) if kind == "train" else []
-    layers = keras_internals.flat_layers(model)
-    compiled = [*optimizers, *(keras_internals.compiled_with(model) if kind != "predict" else [])]
-    own = preconditions.replaced(model, methods[kind]) or user_code.runs_own([*layers, *compiled])
-    if own or any(isinstance(layer, _WRAPPERS) for layer in layers):
+    if _runs_own(model, kind):
         return ""
+    layers, compiled = keras_internals.flat_layers(model), _compiled(model, kind)
     parts: list[str] = [tf.__version__, keras.__version__, tfdist.__version__, distribution.name]
     parts += [str(distribution.replicas), kind, str(comparison), distribution.jit, cpu_kernels.in_use()]
     parts += [f"{tuple(t.shape)} {t.dtype}" for t in keras.tree.flatten(rows)]
@@ -436,9 +517,24 @@ def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure,
         return ""
     text = "\n".join(parts)
     # Keras numbers the layers of a process: the same model has other names each time that it is built.
+    optimizers = preconditions.optimizers(model) if kind == "train" else []
     for number, name in enumerate(dict.fromkeys(thing.name for thing in [*layers, *optimizers])):
         text = text.replace(repr(name), f"#{number}")
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _compiled(model: keras.Model, kind: str) -> list:
+    """Returns what `compile` was given that decides about a computation."""
+    optimizers = preconditions.optimizers(model) if kind == "train" else []
+    return [*optimizers, *(keras_internals.compiled_with(model) if kind != "predict" else [])]
+
+
+def _runs_own(model: keras.Model, kind: str) -> bool:
+    """Returns whether some of the code of a computation is not Keras'."""
+    methods = {"train": preconditions.TRAINING, "test": preconditions.EVALUATION, "predict": preconditions.PREDICTION}
+    layers = keras_internals.flat_layers(model)
+    own = preconditions.replaced(model, methods[kind]) or any(isinstance(layer, _WRAPPERS) for layer in layers)
+    return bool(own) or user_code.runs_own([*layers, *_compiled(model, kind)])
 
 
 def record_pass(mark: str) -> None:

@@ -6,7 +6,7 @@ The number of rows does not divide evenly. Nothing of what is computed stays in 
 import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -18,10 +18,12 @@ from tfdist.data.batch_layout import Batch, HostSlice, Layout, ReplicaBatch, hos
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals, layer_state, metrics
+from tfdist.keras_bridge.loss import SAMPLE_ROWS
 from tfdist.step import functions, own_step
 from tfdist.step.batch_loop import LogNames
 from tfdist.step.replica import Replica
-from tfdist.step.step import Step
+from tfdist.step.step import Step, spread_over
+from tfdist.verification import user_code
 
 STATE, METRIC, OUTPUT = "the variable", "metric", "output"  # prefixes of the names of some values
 
@@ -86,7 +88,7 @@ class Comparison(NamedTuple):
 class _Function(NamedTuple):
     """The compiled function of one of the two ways."""
 
-    call: Callable  # given the order of the rows and the factor of gradients, it returns values and gradient
+    call: Callable  # given the rows, their order and the factor of gradients, it returns values and gradient
     others: list[tf.Variable]
     """Variables that it may write besides those of `_unchanged`: weights to train, which SpectralNormalization sets,
     and some outside of the model, such as the generator of all calls of keras.random without a seed."""
@@ -98,45 +100,93 @@ class EquivalenceProbe:
     """Computes the same rows, (x, y, weight) as far as needed, on one replica, and in the parts that share them."""
 
     def __init__(self, step: Step, rows: tuple[Structure, ...], comparison: Comparison):
-        self._step, self._rows, self._comparison = step, rows, comparison
-        self.model = step.model
+        self.step, self.rows, self.comparison = step, rows, comparison
         self._distribution = step.distribution
         self._training = comparison.kind == "train"
         self._own = "" if comparison.kind == "predict" else step.own_steps[comparison.kind]
         self.own_training = bool(self._own) and self._training  # whether a step of its own makes an update
         available = int(keras.tree.flatten(rows)[0].shape[0])
-        self._count = available - (available % comparison.number == 0)
+        self.count = available - (available % comparison.number == 0)
         if self._distribution.static_shapes and self._own:  # which must see no filler
-            self._count = available - available % self._distribution.replicas or available
+            self.count = available - available % self._distribution.replicas or available
         self.adding: list[str] = []  # the layers that call `add_loss`
         self.computed_whole = False  # whether one replica has computed all rows
         self._gathered = training_state.gathered_variables(self.model)
         self._compiled: dict[bool, _Function] = {}
 
-    def run(self, whole: bool, backwards: bool = False, times: int = 1, factor: float = 1.0) -> ProbeResult:
+    model = property(lambda self: self.step.model)  # a reference would keep it, since the step keeps the probe
+
+    def some_rows(self) -> list[list[int]]:
+        """Returns rows that are to be computed alone, too, in parts as small as can be; none where shapes are static.
+
+        A few show a maximum, or a count that ends, which has come to its end with more. A single row for each part
+        shows a threshold that the mean over many rows is far from.
+        """
+        if self._distribution.static_shapes:
+            return []
+        few = np.linspace(0, self.count - 1, min(SAMPLE_ROWS - 1, self.count)).astype(int).tolist()
+        parts = min(self.comparison.number, self.count)
+        single = [[(first + part * self.count // parts) % self.count for part in range(parts)] for first in range(4)]
+        return [few, *single]
+
+    def look_at(self, batch: tuple[Structure, ...]) -> bool:
+        """Goes on to rows of another batch; returns whether it can, as they have the shapes of those before."""
+        try:
+            rows = spread_over(batch[: len(self.rows)], int(keras.tree.flatten(self.rows)[0].shape[0]))
+            keras.tree.assert_same_structure(rows, self.rows)
+        except (ValueError, TypeError):
+            return False
+        alike = lambda a, b: a.shape == b.shape and a.dtype == b.dtype
+        if not all(map(alike, keras.tree.flatten(rows), keras.tree.flatten(self.rows))):
+            return False
+        self.rows = rows
+        return True
+
+    def run(
+        self,
+        whole: bool,
+        backwards: bool = False,
+        times: int = 1,
+        factor: float = 1.0,
+        some: Sequence[int] | None = None,
+    ) -> ProbeResult:
         """Computes all rows on every replica, as if it were the only one, or in the parts that share them.
 
         Args:
+          some: only these rows, by number.
           backwards: whether in the opposite order.
           times: returns the last of so many results, for which random generators have moved on.
           factor: of the gradients that a step of the user's own is given.
         """
-        order = tf.range(self._count)[::-1] if backwards else tf.range(self._count)
+        order = tf.constant(some if some is not None else range(self.count), tf.int32)
+        order = order[::-1] if backwards else order
         before: list[tuple[tf.Variable, np.ndarray]] = []
+        counted = _python_numbers(self.model) if tf.config.functions_run_eagerly() else []
         try:
             with self._unchanged():
                 function = self._function(whole)
                 before = [(variable, variable.numpy()) for variable in function.others]
                 for _ in range(times):
-                    if self._comparison.kind != "predict":
-                        self._step.reset()
-                    values, gradient = function.call(order, tf.constant(factor))
-                if self._comparison.parts != "micro-batches":  # see _kept
+                    if self.comparison.kind != "predict":
+                        self.step.reset()
+                    values, gradient = function.call(keras.tree.flatten(self.rows), order, tf.constant(factor))
+                if self.comparison.parts != "micro-batches":  # see _kept
                     for variable in function.foreign:
                         values[f"{STATE} {_name(variable)!r}"] = tf.convert_to_tensor(variable)
         finally:
             for variable, value in before:
                 variable.assign(value)
+            moved = [entry for entry in counted if getattr(*entry[:2], entry[2]) != entry[2]]
+            for owner, name, number in moved:
+                setattr(owner, name, number)
+        if moved:
+            owner, name, _ = moved[0]
+            raise UserError(
+                f"run_eagerly=True runs {type(owner).__name__} once for each of {self.comparison.number} "
+                f"{self.comparison.parts}, and it counts in Python ({name})",
+                "count in a variable (add_weight), compile without run_eagerly, or accept it with "
+                "--check_agreement=off",
+            )
         self.computed_whole |= whole
         arrays = {name: _as_numbers(value) for name, value in values.items()}
         if backwards:
@@ -155,16 +205,17 @@ class EquivalenceProbe:
         else:
             # As in a training, the graph does not know how many rows there are, unless all shapes must be known: Keras
             # takes what has one column and as many rows as another tensor has columns for a bias (keras.ops.add).
-            rows = self._count if self._distribution.static_shapes else None
+            rows = self.count if self._distribution.static_shapes else None
             with layer_state.noting_writes() as writes:
-                call = call.get_concrete_function(tf.TensorSpec([rows], tf.int32), tf.TensorSpec([], tf.float32))
+                given = [tf.TensorSpec(t.shape, t.dtype) for t in keras.tree.flatten(self.rows)]
+                call = call.get_concrete_function(given, tf.TensorSpec([rows], tf.int32), tf.TensorSpec([], tf.float32))
             own_writes = layer_state.foreign(model, writes)
             known = {id(c) for v in [*model.variables, *model.metrics_variables] for c in keras_internals.copies(v)}
             others = [v for v in call.graph.variables if id(v) not in known]
             others += _writable(call.graph, trained)
             for write in own_writes:
                 if len(write.threads) > 1:
-                    step = {"train": "training", "test": "evaluation", "predict": "prediction"}[self._comparison.kind]
+                    step = {"train": "training", "test": "evaluation", "predict": "prediction"}[self.comparison.kind]
                     raise UserError(
                         f"the {step} step writes the variable {_name(write.variable)!r}, which belongs to no layer of "
                         f"the model, once for each of {self._distribution.replicas} replicas",
@@ -177,22 +228,22 @@ class EquivalenceProbe:
         return self._compiled[whole]
 
     def _layout(self, whole: bool) -> Layout:
-        comparison, distribution = self._comparison, self._distribution
+        comparison, distribution = self.comparison, self._distribution
         if whole or comparison.parts == "micro-batches":
             micro = 1 if whole else comparison.number
-            return Layout(self._count, 1, micro, static=distribution.static_shapes)
+            return Layout(self.count, 1, micro, static=distribution.static_shapes)
         if comparison.parts == "virtual replicas":
-            layout = Layout(self._count, comparison.number, 1, virtual=True)
+            layout = Layout(self.count, comparison.number, 1, virtual=True)
         else:
-            layout = Layout(self._count, comparison.number, 1, static=distribution.static_shapes)
+            layout = Layout(self.count, comparison.number, 1, static=distribution.static_shapes)
         if comparison.kind != "predict" or distribution.workers == 1:
             return layout
         # Outputs are gathered over the workers, which needs the rows of each.
         return layout.for_worker(distribution.replicas, distribution.first, len(distribution.devices))
 
     def _traced(self, whole: bool) -> Callable:
-        model, distribution, comparison = self.model, self._distribution, self._comparison
-        replica, single = self._step.replica, whole or comparison.parts == "micro-batches"
+        model, distribution, comparison = self.model, self._distribution, self.comparison
+        replica, single = self.step.replica, whole or comparison.parts == "micro-batches"
         if single:
             one_device = distribution.devices[:1]  # with sums that are the identity
             same = dict[str, Any](replicas=1, devices=one_device, all_sum=lambda tensors: tensors, replica_id=lambda: 0)
@@ -201,8 +252,9 @@ class EquivalenceProbe:
         layout = self._layout(whole)
         predicted = functions.prediction_step(replica, layout) if comparison.kind == "predict" else None
 
-        def one(taken: HostSlice | tf.Tensor) -> Any:
-            batch = taken if isinstance(taken, HostSlice) else Batch(self._rows, taken, tf.size(taken))
+        def one(leaves: list[tf.Tensor], taken: HostSlice | tf.Tensor) -> Any:
+            rows = keras.tree.pack_sequence_as(self.rows, leaves)
+            batch = taken if isinstance(taken, HostSlice) else Batch(rows, taken, tf.size(taken))
             if predicted:
                 return predicted(batch)
             if single:  # which has all that a metric begins with
@@ -215,10 +267,13 @@ class EquivalenceProbe:
             values.update(self._kept(replica))
             return values, gradient
 
-        def call(order: tf.Tensor, factor: tf.Tensor) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+        def call(
+            leaves: list[tf.Tensor], order: tf.Tensor, factor: tf.Tensor
+        ) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
             of_replicas = order
             if layout.static:
-                given = host_slices(Batch(self._rows, order, tf.size(order)), layout)
+                rows = keras.tree.pack_sequence_as(self.rows, leaves)
+                given = host_slices(Batch(rows, order, tf.size(order)), layout)
                 of_replicas = given[0] if single else distribution.per_replica(given)
             first = lambda value: distribution.local(value)[0]
             with contextlib.ExitStack() as changes:
@@ -231,7 +286,7 @@ class EquivalenceProbe:
                 apart = comparison.parts != "replicas" and self._training
                 others = keras_internals.batch_norms(model) if apart else ()
                 changes.enter_context(layer_state.inference_only(model, others))
-                results = distribution.run(one, (of_replicas,))
+                results = distribution.run(one, (leaves, of_replicas))
             if comparison.kind == "predict":
                 outputs = keras.tree.map_structure(first, results) if single else None
                 outputs = functions.joined(distribution, layout, results) if outputs is None else outputs
@@ -262,7 +317,7 @@ class EquivalenceProbe:
         gradient of one replica's rows. Micro-batches are calls of their own to a layer, which may count them.
         """
         model = self.model
-        if self._comparison.parts == "micro-batches":
+        if self.comparison.parts == "micro-batches":
             return {}
         means = [tf.cast(tf.convert_to_tensor(v.value), replica.totals) for v in self._gathered]
         if means:  # TensorFlow cannot reduce nothing
@@ -275,7 +330,7 @@ class EquivalenceProbe:
 
     def _own_step(self, replica: Replica, layout: Layout, batch: ReplicaBatch) -> tuple[dict, list[tf.Tensor]]:
         count, names = replica.count(layout, batch), LogNames()
-        method = {"train": "train_step", "test": "test_step"}[self._comparison.kind]
+        method = {"train": "train_step", "test": "test_step"}[self.comparison.kind]
         logs = own_step.run_step(replica, method, replica.micro_batch(layout, batch, count), count, names)
         values = {f"log {name!r}": logs[1 + i] for i, name in enumerate(names.plain)}
         return values, own_step.recorded()
@@ -308,6 +363,13 @@ def _writable(graph: tf.Graph, variables: list[tf.Variable]) -> list[tf.Variable
     of_handle = {id(v.handle): v for v in variables}
     captured = [(of_handle.get(id(outer)), inner) for outer, inner in graph.captures]
     return [v for v, inner in captured if v is not None and any(o.type not in _READING for o in inner.consumers())]
+
+
+def _python_numbers(model: keras.Model) -> list[tuple[object, str, float]]:
+    """Returns the attributes that are numbers of what the user has written: (owner, name, value)."""
+    things = [*keras_internals.flat_layers(model), *keras_internals.compiled_with(model)]
+    own = [thing for thing in things if user_code.is_own(type(thing)) and hasattr(thing, "__dict__")]
+    return [(thing, name, n) for thing in own for name, n in vars(thing).items() if type(n) in (int, float)]
 
 
 def _name(variable: tf.Variable) -> str:
