@@ -184,7 +184,7 @@ def _record_forward(step: Step, sample: tuple[Structure, ...], comparison: Compa
         return
     losses = len(keras_internals.loss_entries(model))
     every = losses and losses == step.outputs and not preconditions.replaced(model, preconditions.PREDICTION)
-    if _runs_own(model, "train"):  # a global may decide what it computes then
+    if _runs_own(model, "train") and not model.run_eagerly:  # a global may decide what it computes then
         return
     for kind in ("test", "predict") if every else ("test",):
         other, rows = comparison._replace(kind=kind), _rows_for(step, sample, kind)

@@ -131,6 +131,8 @@ class EquivalenceProbe:
 
     def look_at(self, batch: tuple[Structure, ...]) -> bool:
         """Goes on to rows of another batch; returns whether it can, as they have the shapes of those before."""
+        if not len(keras.tree.flatten(batch)[0]):
+            return False
         try:
             rows = spread_over(batch[: len(self.rows)], int(keras.tree.flatten(self.rows)[0].shape[0]))
             keras.tree.assert_same_structure(rows, self.rows)
