@@ -531,8 +531,6 @@ def test_nothing_is_compared_with_a_reference_that_does_not_run(outcome, error, 
 # The command.
 
 BAD = [
-    (["--config.train.batch_size=auto"],
-     "train.batch_size=auto finds another batch for each strategy: give a number to"),
     (["--strategies=mirored"], "unknown strategy 'mirored' in --strategies: did you mean 'mirrored'?"),
     (["--strategies=auto"], "unknown strategy 'auto' in --strategies: it picks one of the others, name those"),
     (["--strategies="], "--strategies names none: give some of default,mirrored,multi_worker,horovod,tpu"),

@@ -80,13 +80,10 @@ mirrored => unexpected argument 'mirrored': flags are written --name=value
 --config.data.image_size=32x => data.image_size='32x' is not understood
 --config.data.resize=zoom => unknown data.resize 'zoom': known are crop, stretch, pad
 --config.data.on_error=ignore => unknown data.on_error 'ignore': known are refuse, skip
---config.train.batch_size=-5 => train.batch_size must not be negative, got -5
+--config.train.batch_size=-5 => train.batch_size must be at least 1, got -5
 --config.eval.batch_size=0 => eval.batch_size must be at least 1, got 0
 --config.train.accumulate=0 => train.accumulate must be at least 1, got 0
 --config.train.virtual_replicas=-1 => train.virtual_replicas must not be negative, got -1
---config.train.virtual_replicas=8 --config.train.batch_size=0 =>
-    train.batch_size=auto depends on the memory of this machine, and train.virtual_replicas are for the same bits on
-    any: give a number
 --config.train.virtual_replicas=8 --config.optimizer.reduce_dtype=bfloat16 =>
     optimizer.reduce_dtype=bfloat16 cannot be used with train.virtual_replicas, whose sums are exact: leave out one
     of them

@@ -340,7 +340,6 @@ def test_what_does_not_go_with_a_range_of_nodes(arguments, environ, message, pla
     "fields, requeue, message",
     [
         ({}, True, "--requeue after -- would put the whole job into the queue whenever a node joins or leaves"),
-        ({"batch_size": 0}, False, "--nnodes=2:4 keeps to one global batch, and train.batch_size=auto looks for one"),
         ({"batch_size": 3}, False, "may become 4 workers, too many for train.batch_size=3: use at least 4, or fewer"),
         ({"accumulate": 13}, False,
          "may become 4 workers, too many for train.batch_size=32: use at least 52, or fewer"),
@@ -363,7 +362,6 @@ def test_experiments_that_do_not_go_with_a_range_of_nodes(fields, requeue, messa
     [
         (["--config.train.virtual_replicas=3"], "may become 4 workers, too many for train.virtual_replicas=3"),
         pytest.param(["--strategy=horovod"], "--strategy=horovod is not for workers of", marks=pytest.mark.whole),
-        pytest.param(["--config.train.batch_size=auto"], "train.batch_size=auto looks for", marks=pytest.mark.whole),
     ],
 )
 def test_such_flags_are_refused_before_anything_starts(flags, message, launch):  # noqa: F811

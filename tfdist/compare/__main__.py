@@ -101,8 +101,6 @@ def _parse(argv: list[str]) -> list[str]:
 def _run(argv: list[str]) -> int:
     values = flags.FLAGS
     wanted, experiment = settings(values), validation.validate(values.config)
-    if experiment.train.batch_size == 0:
-        raise UserError("train.batch_size=auto finds another batch for each strategy", "give a number to compare them")
     given = functools.partial(train_flags, values, wanted.jit)
     field_syntax.check_local("--workdir", values.workdir)
     path = pathlib.Path(os.path.expanduser(values.workdir) or os.path.join("runs", f"compare-{experiment.name}"))

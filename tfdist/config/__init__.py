@@ -165,8 +165,7 @@ class Train:
     steps: int = 0
     """Updates; 0 to count in `epochs`."""
     batch_size: int = _changed(32, 48)
-    """Global batch: examples per update, over all replicas and micro-batches; 0, or `auto` on the command line, looks
-    for the largest that fits (see tfdist.train.batch_size_search)."""
+    """Global batch: examples per update, over all replicas and micro-batches."""
     accumulate: int = 1
     """Micro-batches per update and replica: less memory, same result."""
     virtual_replicas: int = 0

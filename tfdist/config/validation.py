@@ -23,10 +23,10 @@ OF_FIELDS = {
 """Arguments of an optimizer that are fields of their own; in its options one of both would be ignored."""
 
 LONGEST_NAME = 200  # bytes; file systems take 255 in the name of a folder, with what comes before and after
-_FROM_ONE = ("eval.batch_size", "train.accumulate", "train.max_rollbacks", "checkpoint.keep")
+_FROM_ONE = ("train.batch_size", "eval.batch_size", "train.accumulate", "train.max_rollbacks", "checkpoint.keep")
 _FROM_ZERO = (
     "train.epochs", "train.steps", "train.steps_per_call", "train.virtual_replicas", "train.patience",
-    "train.batch_size", "optimizer.learning_rate", "optimizer.weight_decay", "optimizer.clip_norm",
+    "optimizer.learning_rate", "optimizer.weight_decay", "optimizer.clip_norm",
     "optimizer.base_batch",
 )  # fmt: skip
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
@@ -108,9 +108,6 @@ def _combinations(experiment: Experiment) -> None:
         raise UserError(
             "train.on_nonfinite=rollback goes back to a checkpoint: it cannot be used with checkpoint.every=off"
         )
-    if train.virtual_replicas and not train.batch_size:
-        exact = "train.virtual_replicas are for the same bits on any"
-        raise UserError(f"train.batch_size=auto depends on the memory of this machine, and {exact}", "give a number")
     if train.virtual_replicas and optimizer.reduce_dtype != "float32":
         raise UserError(
             f"optimizer.reduce_dtype={optimizer.reduce_dtype} cannot be used with train.virtual_replicas, "

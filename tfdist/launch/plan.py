@@ -174,12 +174,6 @@ def _check_elastic(train: _TrainFlags, nodes: machines.Nodes, nproc: int) -> Non
     )
     if train.experiment["config.checkpoint.every"] == "off":
         raise UserError(f"{nodes.size} needs checkpoints to go on from, and checkpoint.every=off", "set it to a time")
-    if not batch:
-        raise UserError(
-            f"{nodes.size} keeps to one global batch, and train.batch_size=auto looks for one that fits the workers at "
-            "the start",
-            "give a number",
-        )
     workers = nodes.max * nproc
     field, given, needed = (
         ("virtual_replicas", virtual_replicas, workers)

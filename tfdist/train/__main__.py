@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from tfdist.distributed.connect import Placement
     from tfdist.distributed.distribution import Distribution
     from tfdist.monitoring.recorder import Result
-    from tfdist.train.batch_size_search import BatchProposal
 
 
 def train_and_evaluate(experiment: config.Experiment, environment: runtime_options.Environment) -> Result | None:
@@ -34,7 +33,7 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
     """
     # Imported here, so that --help answers at once.
     from tfdist.checkpoints import bucket_folder, resume
-    from tfdist.train import ahead_of_time, batch_size_search
+    from tfdist.train import ahead_of_time
     from tfdist.trainer import worker_session
 
     _check(experiment, environment)
@@ -47,24 +46,18 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
     if train.virtual_replicas and placement.options.threads is None and not placement.selection.gpus:
         # The number of threads changes the last bits, and TensorFlow's default is the number of cores.
         placement = dataclasses.replace(placement, options=dataclasses.replace(placement.options, threads=1))
-    if train.batch_size:  # else `auto`
-        parts = placement.replicas, train.accumulate
-        schedule.check_batch(train.batch_size, *parts, virtual_replicas=train.virtual_replicas)
+    parts = placement.replicas, train.accumulate
+    schedule.check_batch(train.batch_size, *parts, virtual_replicas=train.virtual_replicas)
     writes = placement.cluster.is_chief and not environment.dry_run
     folder = bucket_folder.opened(runtime_options.workdir(experiment, environment), writes, placement.cluster.is_chief)
     folder.create()
     if environment.dry_run and placement.cluster.is_chief:
         folder.could_be_created()
     try:
-        recorded = batch_size_search.recorded(experiment, folder, environment, placement.cluster.attempt)
-        resumed = batch_size_search.with_batch(experiment, recorded) if recorded else experiment
-        resume.same_experiment(folder, resumed, environment, placement.cluster.attempt)
-        proposal = batch_size_search.BatchProposal(recorded)
-        if not resumed.train.batch_size:
-            proposal = batch_size_search.find(experiment, environment, placement)
+        resume.same_experiment(folder, experiment, environment, placement.cluster.attempt)
         distribution = ahead_of_time.create(placement, environment.topology, config.flat(experiment))
         return worker_session.reporting_failures(
-            distribution.peers, lambda: _run(experiment, environment, placement, folder, distribution, proposal)
+            distribution.peers, lambda: _run(experiment, environment, placement, folder, distribution)
         )
     finally:
         folder.release()
@@ -77,7 +70,7 @@ def _check(experiment: config.Experiment, environment: runtime_options.Environme
     validation.validate(experiment)
     if environment.topology and experiment.train.virtual_replicas:
         raise UserError("--topology compiles the step without virtual replicas", "set train.virtual_replicas=0")
-    ahead_of_time.check(environment, experiment.train.batch_size)
+    ahead_of_time.check(environment)
     schedule.interval("checkpoint.every", experiment.checkpoint.every)
     schedule.better(experiment.checkpoint.best)
     schedule.better(experiment.train.monitor, "train.monitor")
@@ -93,12 +86,11 @@ def _run(
     placement: Placement,
     folder: RunFolder,
     distribution: Distribution,
-    proposal: BatchProposal,
 ) -> Result | None:
     """Runs on every worker once the strategy has been started."""
     from tfdist.train.preparation import prepare
 
-    prepared = prepare(experiment, environment, placement, folder, distribution, proposal)
+    prepared = prepare(experiment, environment, placement, folder, distribution)
     if environment.dry_run:
         from tfdist.train import dry_run
 

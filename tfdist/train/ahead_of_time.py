@@ -20,15 +20,12 @@ if TYPE_CHECKING:
     from tfdist.train.preparation import Preparation
 
 
-def check(where: Environment, batch: int) -> None:
+def check(where: Environment) -> None:
     """Raises UserError for an unknown topology, or one whose compilers are missing; before anything is prepared."""
     if not where.topology:
         return
     topology = known.find(where.topology)
     environment.python(topology.compilers, f"--topology={topology.name}")
-    if not batch:
-        what = "train.batch_size=auto looks for a batch on this machine"
-        raise UserError(what, "give a number")
 
 
 def locate(where: Environment) -> connect.Placement:

@@ -21,7 +21,6 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge import batch_norm
 from tfdist.models import build as models
 from tfdist.models import objective, optimizers
-from tfdist.train import batch_size_search
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,14 +64,9 @@ def prepare(
     placement: Placement,
     folder: RunFolder,
     distribution: Distribution,
-    proposal: batch_size_search.BatchProposal,
 ) -> Preparation:
-    """Loads the data and builds the model. Every worker calls this with the same experiment.
-
-    Its batch and micro-batches may still change here, by this worker's proposal for `train.batch_size=auto`.
-    """
+    """Loads the data and builds the model. Every worker calls this with the same experiment."""
     _announce(distribution, placement, experiment.train.virtual_replicas)
-    experiment = batch_size_search.agreed(experiment, proposal, distribution)
     experiment, recovered = _with_recovered_accumulate(experiment, environment, placement, folder, distribution)
     models.set_precision(experiment.train.precision)
     data = registry.load_together(

@@ -29,7 +29,6 @@ DEFAULT_CONFIG = str(config_files.files("config")["digits"])
 EXIT_S = 25.0  # time limit for a process to end after a signal and its last message: platforms kill after 30 s
 _BY_SIGNAL = (129, 130, 143)
 _HELP_FULL = {"-helpfull", "--helpfull"}
-_BATCH = "config.train.batch_size"
 OF_THE_ENVIRONMENT = tuple(runtime_options.HELP)
 
 
@@ -87,8 +86,6 @@ def parse(argv: list[str], own: Sequence[str] = OF_THE_ENVIRONMENT) -> list[str]
             path = one.value.partition(":")[0] or DEFAULT_CONFIG  # a colon is before what its get_config() gets
         elif one.name.startswith("config."):
             field(one.name)
-        if one.name == _BATCH and one.value == "auto":  # config_flags knows it as a whole number
-            argv[one.place + one.separate] = "0" if one.separate else f"--{_BATCH}=0"
     try:
         with config_files.guarded(path):
             # The definition itself reads the command line, so it belongs to what can fail.
