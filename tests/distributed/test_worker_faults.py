@@ -246,9 +246,7 @@ EARLY = {
     "before the servers": AT.format(who=1, patch="import tfdist.distributed.strategies.multi_worker as m; m._start"),
     "in the constructor": AT.format(who=1, patch="tf.distribute.MultiWorkerMirroredStrategy"),
     "the chief in the constructor": AT.format(who=0, patch="tf.distribute.MultiWorkerMirroredStrategy"),
-    "after the constructor": AT.format(
-        who=1, patch="import tfdist.distributed.strategies.multi_worker as m; m._give_back_sigterm"
-    ),
+    "after the constructor": AT.format(who=1, patch="import tfdist.distributed.shared_memory_sum as m; m.between"),
 }
 
 

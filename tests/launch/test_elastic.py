@@ -64,6 +64,21 @@ def place(attempt, rank, world, group):
 ALONE = ["--join_timeout=0", "--scale_wait=0"]
 
 
+@pytest.fixture
+def pair(node):
+    """Starts two nodes, of which the first leads, and waits until the workers of both run."""
+
+    def start(*stages, nnodes="1:2", flags=(), leads=()):
+        zero = node(*stages, nnodes=nnodes, flags=[*flags, *leads])
+        zero.until("waiting for ")
+        one = node(*stages, nnodes=nnodes, flags=flags)
+        zero.until(place(0, 0, 2, 0))
+        one.until(place(0, 1, 2, 1))
+        return zero, one
+
+    return start
+
+
 def test_a_node_that_comes_later_joins(node):
     program = ["hold", "end"]
     zero = node(*program, flags=ALONE)
@@ -78,14 +93,9 @@ def test_a_node_that_comes_later_joins(node):
 
 
 @pytest.mark.parametrize("restarts", [pytest.param("0", marks=pytest.mark.whole), "1"])
-def test_a_node_that_dies_is_gone_on_without_and_no_restart_is_counted(restarts, node):
-    flags = [f"--max_restarts={restarts}"]
-    program = ["hold", f"exit:{3 * int(restarts)}", "end"]
-    zero = node(*program, flags=flags)
+def test_a_node_that_dies_is_gone_on_without_and_no_restart_is_counted(restarts, pair):
+    zero, one = pair("hold", f"exit:{3 * int(restarts)}", "end", flags=[f"--max_restarts={restarts}"])
     zero.until("waiting for up to 1 more node")
-    one = node(*program, flags=flags)
-    zero.until(place(0, 0, 2, 0))
-    one.until(place(0, 1, 2, 1))
     one.signal(signal.SIGKILL)
     assert zero.end() == 0, zero.err
     assert zero.said("[0] ")[-1] == place(1 + int(restarts), 0, 1, 0)
@@ -118,13 +128,9 @@ def test_node_0_that_is_asked_to_stop_stops_all(node):
     assert zero.said("[0] ")[1:] == one.said("[1] ")[1:] == ["saved"]
 
 
-def test_too_few_are_left_and_nobody_comes(node):
-    flags = ["--rejoin_timeout=1"]
-    zero = node("hold", nnodes="2:3", flags=[*flags, "--join_timeout=0"])
+def test_too_few_are_left_and_nobody_comes(node, pair):
+    zero, one = pair("hold", nnodes="2:3", flags=["--rejoin_timeout=1"], leads=["--join_timeout=0"])
     zero.until("waiting for 1 more node of at least 2 at 127.0.0.1:")
-    one = node("hold", nnodes="2:3", flags=flags)
-    zero.until(place(0, 0, 2, 0))
-    one.until(place(0, 1, 2, 1))
     one.signal(signal.SIGKILL)
     assert zero.end() == 1
     assert zero.err[-1] == (
@@ -134,16 +140,11 @@ def test_too_few_are_left_and_nobody_comes(node):
     )
 
 
-def test_too_few_are_left_and_another_one_comes(node):
-    program = ["hold", "end"]
-    zero = node(*program, nnodes="2:3", flags=["--join_timeout=0"])
-    zero.until("waiting for 1 more node")
-    one = node(*program, nnodes="2:3")
-    zero.until(place(0, 0, 2, 0))
-    one.until(place(0, 1, 2, 1))
+def test_too_few_are_left_and_another_one_comes(node, pair):
+    zero, one = pair("hold", "end", nnodes="2:3", leads=["--join_timeout=0"])
     one.signal(signal.SIGKILL)
     zero.until("is lost")
-    two = node(*program, nnodes="2:3")
+    two = node("hold", "end", nnodes="2:3")
     assert (zero.end(), two.end()) == (0, 0), zero.err + two.err
     assert two.said("[1] ") == [place(1, 1, 2, 1)]
 
@@ -165,13 +166,9 @@ def test_a_failure_of_the_program_is_none_of_the_membership(node):
     assert "root cause: rank " in zero.err[0] and not any("is lost" in line for line in zero.err + one.err)
 
 
-def test_one_that_finds_no_place_waits_for_one(node):
+def test_one_that_finds_no_place_waits_for_one(node, pair):
     program = ["hold", "hold", "end"]
-    zero = node(*program)
-    zero.until("waiting for up to 1 more node")
-    one = node(*program)
-    zero.until(place(0, 0, 2, 0))
-    one.until(place(0, 1, 2, 1))
+    zero, one = pair(*program)
     two = node(*program)
     two.until(f"node 2 ({HOST}) waits for a place among 2 nodes")
     one.signal(signal.SIGKILL)
@@ -249,14 +246,9 @@ def test_node_0_by_hand_where_another_one_is(node):
 
 
 @pytest.mark.whole
-def test_a_node_that_is_cut_off_comes_back(node):
+def test_a_node_that_is_cut_off_comes_back(pair):
     """As when a cable is pulled and put back: no end of a connection is ever seen by the one who stays."""
-    program = ["hold", "hold", "end"]
-    zero = node(*program, flags=ALONE[1:])
-    zero.until("waiting for up to 1 more node")
-    one = node(*program)
-    zero.until(place(0, 0, 2, 0))
-    one.until(place(0, 1, 2, 1))
+    zero, one = pair("hold", "hold", "end", leads=ALONE[1:])
     one.signal(signal.SIGSTOP)
     zero.until(f"node 1 ({HOST}) is lost: silent for ")
     zero.until(place(1, 0, 1, 0))
@@ -267,12 +259,8 @@ def test_a_node_that_is_cut_off_comes_back(node):
 
 
 @pytest.mark.whole
-def test_node_0_that_dies_ends_the_job(node):
-    zero = node("hold", flags=["--rejoin_timeout=1"])
-    zero.until("waiting for up to 1 more node")
-    one = node("hold", flags=["--rejoin_timeout=1"])
-    zero.until(place(0, 0, 2, 0))
-    one.until(place(0, 1, 2, 1))
+def test_node_0_that_dies_ends_the_job(node, pair):
+    zero, one = pair("hold", flags=["--rejoin_timeout=1"])
     zero.signal(signal.SIGKILL)
     assert one.end() == 1
     assert f"error: timed out after 1 s waiting for node 0 at 127.0.0.1:{node.port} (" in one.err[-1]
