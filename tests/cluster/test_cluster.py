@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import re
 import sys
 
 import pytest
 from support import processes
+from support.refusals import refused
 
 from tfdist.cluster import addresses, discovery
 from tfdist.cluster.discovery import ALONE, Cluster
@@ -436,10 +438,8 @@ REFUSED = [
 
 @pytest.mark.parametrize("environ, message", REFUSED, ids=[message[:60] for _, message in REFUSED])
 def test_refused(environ, message):
-    with pytest.raises(UserError) as error:
+    with refused(re.escape(message)):
         discovery.find(environ)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_a_frozen_value_with_a_chief():
@@ -480,9 +480,8 @@ def test_join_takes_brackets():
     ],
 )
 def test_join_refuses(host, port, message):
-    with pytest.raises(UserError) as error:
+    with refused(re.escape(message)):
         addresses.join(host, port)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from tfdist.checkpoints import training_state
 from tfdist.data import spec_file
 from tfdist.data.augmentation import ops
 from tfdist.doctor import checkpoints as doctor
-from tfdist.errors import TrainingError, UserError
+from tfdist.errors import TrainingError
 from tfdist.inference import compatibility, job, output_file, prediction_rows, trained_model
 from tfdist.models import build as models
 
@@ -249,9 +249,8 @@ SPOILT = [
 @pytest.mark.parametrize("spoil, checkpoint, message", SPOILT, ids=[str(i) for i in range(len(SPOILT))])
 def test_runs_that_cannot_be_used(spoil, checkpoint, message, copy):
     spoil(copy)
-    with pytest.raises(UserError) as error:
+    with refused(re.escape(message)):
         weights(copy, checkpoint)
-    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def digit_changed(folder, name, before, after):

@@ -18,6 +18,7 @@ from typing import Any
 
 from tfdist.checkpoints import state_shape
 from tfdist.config import local_files
+from tfdist.config.local_files import json_object, read_object  # noqa: F401  others take them from here
 from tfdist.errors import UserError
 
 FORMAT = 1
@@ -116,21 +117,6 @@ def check(file: pathlib.Path, expected: Mapping[str, Any]) -> None:
 def checksum(file: pathlib.Path) -> dict[str, Any]:
     """Returns the size and the SHA-256 of a file."""
     return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-
-
-def json_object(text: str | bytes) -> dict[str, Any] | None:
-    """Returns the object that JSON represents; None if it does not."""
-    with contextlib.suppress(ValueError, RecursionError):
-        content = json.loads(text)
-        return content if isinstance(content, dict) else None
-    return None
-
-
-def read_object(path: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the object in a file of JSON; None if there is none that can be read."""
-    with contextlib.suppress(OSError):
-        return json_object(local_files.content(path))
-    return None
 
 
 def read_state(path: pathlib.Path) -> dict:

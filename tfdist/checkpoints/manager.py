@@ -90,7 +90,7 @@ class Checkpoints:
     def begin(self, run: TrainingRun) -> Position | None:
         """Restores the newest valid checkpoint, if any, and returns its position; called on all workers."""
         self._updates, self._seconds = schedule.interval(
-            "checkpoint.every", self._every, run.updates_per_epoch, run.global_batch, math.inf
+            "checkpoint.every", self._every, run.updates_per_epoch, run.global_batch
         )
         chosen = None
         if run.distribution.is_chief:

@@ -1,12 +1,12 @@
 """The backend that Keras runs on; tfdist needs TensorFlow. Imports neither."""
 
-import json
 import os
 import pathlib
 import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from tfdist.config import local_files
 from tfdist.errors import UserError
 
 
@@ -25,10 +25,7 @@ def find(environ: Mapping[str, str]) -> KerasBackend:
         return KerasBackend(chosen, "KERAS_BACKEND", "unset KERAS_BACKEND")
     home = environ.get("KERAS_HOME") or os.path.join(os.path.expanduser("~"), ".keras")
     file = pathlib.Path(home, "keras.json")
-    try:
-        chosen = json.loads(file.read_bytes()).get("backend", "tensorflow")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        chosen = "tensorflow"
+    chosen = (local_files.read_object(file) or {}).get("backend", "tensorflow")
     return KerasBackend(chosen, str(file), f'write "backend": "tensorflow" in {file}')
 
 

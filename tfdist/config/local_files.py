@@ -5,6 +5,7 @@ import contextlib
 import errno
 import fcntl
 import io
+import json
 import os
 import pathlib
 import shutil
@@ -12,6 +13,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from tfdist.config.messages import logger
 from tfdist.errors import UserError
@@ -78,6 +80,21 @@ def content(path: pathlib.Path) -> bytes:
         if os.fstat(file.fileno()).st_size > MOST:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG).lower(), str(path))
         return file.readall()
+
+
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """Returns the object that JSON represents; None if it does not."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        return value if isinstance(value, dict) else None
+    return None
+
+
+def read_object(path: pathlib.Path) -> dict[str, Any] | None:
+    """Returns the object in a file of JSON; None if there is none that can be read."""
+    with contextlib.suppress(OSError):
+        return json_object(content(path))
+    return None
 
 
 @contextlib.contextmanager

@@ -164,7 +164,7 @@ def _check_largest(field: str, text: str, number: float) -> None:
         raise UserError(f"{field}={text[:40]!r} is more than {LARGEST:,}", "write less")
 
 
-def interval(field: str, text: str, per_epoch: int | None = 1, batch: int = 1, updates: float = math.inf) -> Interval:
+def interval(field: str, text: str, per_epoch: int | None = 1, batch: int = 1) -> Interval:
     """Returns how often `text` asks for: `off`, a time (`60 seconds`) or a duration; `per_epoch` is None if unknown."""
     if text == "off":
         return Interval(math.inf, math.inf)

@@ -3,11 +3,11 @@
 import dataclasses
 import hashlib
 import importlib.util
-import json
 import pathlib
 import sysconfig
 from importlib import metadata
-from typing import Any
+
+from tfdist.config import local_files
 
 VERSION = "0.28.1"
 STAMP = "tfdist_build.json"  # in Horovod's package; there `tfdist.horovod_build` says what it was built for
@@ -62,7 +62,7 @@ def installed() -> Build | None:
     folder = _folder()
     if folder is None or not _library(folder).is_file():
         return None
-    stamp = _read_json(folder / STAMP)
+    stamp = local_files.read_object(folder / STAMP) or {}
     try:
         return Build(
             horovod=stamp["horovod"],
@@ -87,7 +87,8 @@ def problem() -> str:
     if not _library(folder).is_file():
         return f"Horovod is installed without its part for TensorFlow (tensorflow/{_library(folder).name}): {_FIX}"
     build = installed()
-    theirs = build.tensorflow if build else TensorFlow(_read_json(folder / "metadata.json").get("tensorflow", ""))
+    record = local_files.read_object(folder / "metadata.json") or {}
+    theirs = build.tensorflow if build else TensorFlow(record.get("tensorflow", ""))
     if theirs.version and _plain(theirs.version) != _plain(here.version):
         return f"Horovod was built for TensorFlow {theirs.version} and {here.version} is installed: {_FIX}"
     if build and build.tensorflow.build != here.build:
@@ -103,14 +104,6 @@ def _folder() -> pathlib.Path | None:
 
 def _library(folder: pathlib.Path) -> pathlib.Path:
     return folder / "tensorflow" / f"mpi_lib{python()}"
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _plain(version: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import warnings
@@ -131,13 +130,11 @@ def read_experiment(request: ModelRequest) -> config.Experiment:
 
 def _recorded(request: ModelRequest, path: pathlib.Path) -> config.Experiment:
     """Reads the experiment of a run folder, and checks that its functions may be called."""
-    try:
-        with local_files.opened(path / own_work.EXPERIMENT) as file:
-            owner, content = os.fstat(file.fileno()).st_uid, file.read(local_files.MOST)
-        fields = json.loads(content)
-    except (OSError, ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
+    fields = None
+    with contextlib.suppress(OSError), local_files.opened(path / own_work.EXPERIMENT) as file:
+        owner, content = os.fstat(file.fileno()).st_uid, file.read(local_files.MOST)
+        fields = files.json_object(content)
+    if fields is None:
         what = f"--workdir={request.name} holds no run (no experiment.json that can be read)"
         raise UserError(what, "check the path")
     if not request.checkpoint:  # which is compared with its own record
@@ -218,11 +215,7 @@ def _from_file(requested: ModelRequest, plain: keras.Model) -> Weights:
         some = files.newest_first(requested.path / "checkpoints")
         fix = "use its newest checkpoint with --checkpoint=latest" if some else "it has no checkpoint either: train it"
         raise UserError(f"{requested.name} has no {MODEL} yet", fix)
-    try:
-        result = json.loads(local_files.content(requested.path / "result.json"))
-        expected = str(result["weights_sha256"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        expected = ""
+    expected = str((files.read_object(requested.path / "result.json") or {}).get("weights_sha256", ""))
     if not expected:
         what = f"{requested.name}/result.json has no checksum of {MODEL}, so the run has not completed"
         raise UserError(what, f"use --checkpoint=latest, or --model={requested.shown(path)} for that file as it is")

@@ -6,9 +6,9 @@ import functools
 import os
 import pathlib
 import re
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import NoReturn
 
 import tfdist
 from tfdist.config import field_syntax
@@ -76,7 +76,8 @@ def listing() -> str:
 @contextlib.contextmanager
 def guarded(path: str) -> Iterator[None]:
     """A context in which that file is run, and can neither end the process nor fail in more than one line."""
-    end, os._exit = os._exit, _end  # which would end the command as if all were done
+    end = os._exit  # which would end the command as if all were done
+    os._exit = sys.exit  # type: ignore[assignment]
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -93,10 +94,6 @@ def guarded(path: str) -> Iterator[None]:
         raise UserError(f"--config={path} cannot be used: {why}{at}") from error
     finally:
         os._exit = end
-
-
-def _end(status: int) -> NoReturn:
-    raise SystemExit(status)
 
 
 def _in_file(error: BaseException, path: str) -> tuple[BaseException | None, int | None]:
