@@ -1,8 +1,5 @@
 """A model that has not the memory for many examples at a time, for the tests that need one."""
 
-import os
-import signal
-
 import keras
 import tensorflow as tf
 
@@ -26,37 +23,6 @@ class Greedy(keras.layers.Layer):
         return x + tf.fill([size], 0.0)[0]
 
 
-class Fatal(Greedy):
-    """Ends its process as the kernel does when memory runs out."""
-
-    def act(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def call(self, x, training=False):
-        def looked_at(rows):
-            if rows > self.most:
-                self.act()
-            return rows
-
-        rows = tf.shape(x)[0]
-        same = tf.ensure_shape(tf.py_function(looked_at, [rows], tf.int32), []) - rows
-        return x + tf.cast(same, x.dtype)
-
-
-class Stuck(Fatal):
-    """Never comes back when it sees more rows than `most`."""
-
-    def act(self):
-        signal.pause()
-
-
-class Faulty(Greedy):
-    """Has a mistake in it."""
-
-    def call(self, x, training=False):
-        raise ValueError("a mistake")
-
-
-def model(spec, most, after=0, kind="Greedy"):
-    layers = [keras.Input(spec.shape), globals()[kind](most, after), keras.layers.Flatten()]
+def model(spec, most, after=0):
+    layers = [keras.Input(spec.shape), Greedy(most, after), keras.layers.Flatten()]
     return keras.Sequential([*layers, keras.layers.Dense(spec.classes)])
