@@ -96,7 +96,7 @@ def test_other_random_changes_of_the_inputs_are_nobodys_error(world):
     assert chief.tobytes() == other.tobytes()
 
 
-@pytest.mark.parametrize("name, update", [("other inputs", 1), ("another row", 3)])
+@pytest.mark.parametrize("name, update", [("other inputs", 1), ("other inputs of a PyDataset", 1), ("another row", 3)])
 def test_other_inputs_of_one_worker_are_refused(world, name, update):
     """They trained other weights without a word where the targets were the same."""
     chief, other = (worker[name] for worker in scene(world, "shuffled"))

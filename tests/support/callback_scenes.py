@@ -186,6 +186,20 @@ def of_worker(rank, rows):
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(12)
 
 
+class OfWorker(keras.utils.PyDataset):
+    """The same as batches that Python makes."""
+
+    def __init__(self, rank, **options):
+        super().__init__(**options)
+        self._batches = list(of_worker(rank, slice(None)).as_numpy_iterator())
+
+    def __len__(self):
+        return len(self._batches)
+
+    def __getitem__(self, number):
+        return self._batches[number]
+
+
 def shuffled(distribution, folder, names=None):
     """What comes of data sets with and without a seed; of those in `names`, or all."""
     found = {}
@@ -202,6 +216,9 @@ def shuffled(distribution, folder, names=None):
         ),
         "augmented": lambda model: fit(model, batches(7, True), distribution=distribution, epochs=2, verbose=0),
         "other inputs": lambda model: fit(model, of_worker(distribution.rank, slice(None)), distribution=distribution),
+        "other inputs of a PyDataset": lambda model: fit(
+            model, OfWorker(distribution.rank), distribution=distribution, steps_per_call=1
+        ),
         "another row": lambda model: fit(
             model, of_worker(distribution.rank, 30), distribution=distribution, steps_per_call=1
         ),

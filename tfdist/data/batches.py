@@ -150,6 +150,8 @@ class Batches(Source):
             yield keras.tree.map_structure(np.asarray, batch)
 
     def repeats_order(self) -> bool:
+        if self.reader.first is not None:
+            return self.reader.repeats()
         one, two = (keras.tree.flatten(self.first_batch()) for _ in range(2))
         return all(np.array_equal(a, b) for a, b in zip(one, two))
 
@@ -234,7 +236,7 @@ class BatchFeed(Feed):
                 )
         others = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if self._inputs_agree is None:
-            repeats = lambda: self._source.reader.first is None and self._source.repeats_order()
+            repeats = self._source.repeats_order
             self._inputs_agree = not others or all(peers.gather("whether its data are the same again", repeats()))
         if others and self._inputs_agree:
             raise UserError(

@@ -35,6 +35,10 @@ class Reader:
         """Returns the batches of a pass, or one of TensorFlow's two constants for what is no number."""
         return int(dataset.cardinality())
 
+    def repeats(self) -> bool:
+        """Returns whether a first batch that Python has made is the same when it is read twice."""
+        return False
+
     def begin(self) -> None:
         """Is called when an epoch, an evaluation or a prediction begins to read."""
 
@@ -72,6 +76,15 @@ class PythonReader(Reader):
         # Of what Keras knows the length, too: of torch's loaders, unless they load a stream, and of none of Grain's.
         known = _comes_from(self.origin, *_TORCH) and hasattr(self.origin.dataset, "__len__")
         return len(self.origin) if known else tf.data.UNKNOWN_CARDINALITY
+
+    def repeats(self) -> bool:
+        if self.once:
+            return False
+        one, two = (keras.tree.flatten(columns(self._first())) for _ in range(2))
+        return all(np.array_equal(a, b) for a, b in zip(one, two))
+
+    def _first(self) -> Structure:
+        return next(iter(self.origin))
 
     def _batches(self) -> Iterator:
         return iter(self.origin)
@@ -124,6 +137,9 @@ class SequenceReader(PythonReader):
 
     def cardinality(self, dataset: tf.data.Dataset) -> int:
         return tf.data.INFINITE_CARDINALITY if self.size is None else self.size
+
+    def _first(self) -> Structure:
+        return self.origin[0]
 
     def begin(self) -> None:
         self.origin.on_epoch_begin()
