@@ -77,6 +77,25 @@ def test_it_goes_on_after_a_resume_and_a_restart():
         assert read(one, 6, 1)[0] == read(two, 6, 1)[0]
 
 
+@pytest.mark.parametrize("unknown", [False, True])
+def test_a_resume_of_a_training_that_began_later_reads_no_more_than_it_had(unknown):
+    """It skipped the epochs before `initial_epoch`, too, so that all that followed had another order."""
+    made = lambda: feed_of(data(3).filter(lambda x, y: True) if unknown else data(3), first=0, local=1)
+    whole, resumed = made(), made()
+    for _ in range(2):  # epochs of 3 updates, from update 6 on
+        whole.restart()
+        expected = read(whole, 6, 3)[1]
+    resumed.resume(10, 1, 1, first=6)
+    assert read(resumed, 10, 2)[1] == expected[1:]
+
+
+def test_a_shuffle_that_two_data_sets_read():
+    one, kept = data(3), tf.data.Dataset.range(9).shuffle(9, seed=1, reshuffle_each_iteration=False)
+    assert batches.share_order(one.skip(1), one.take(1).map(lambda x, y: (x, y)))
+    assert not batches.share_order(one, data(3)) and not batches.share_order(kept.skip(1), kept.take(1))
+    assert not batches.share_order(one, (X, X))
+
+
 def test_other_batches_have_another_digest():
     tf.random.set_seed(None)
     found = {tuple(read(feed_of(data(None), first=0, local=1), 0, 3)[0]) for _ in range(4)}

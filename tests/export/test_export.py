@@ -147,7 +147,7 @@ def test_columns_of_a_table_as_they_stand_in_it(tmp_path):
     signatures = saved(servable, tmp_path)
     answer = signatures["serving_default"](
         hours_per_week=tf.constant([30.0, 60.0, np.nan]),
-        sex=tf.constant(["m", "f", "x"]),
+        sex=tf.constant([" m ", "f", "x"]),
         time=tf.constant([1.6e9 + 100, np.nan, 1.6e9 - 200], tf.float64),
     )
     inputs = {"numbers": np.float32([[-1, 1], [2, 0], [0, -2]]), "categories": np.int32([[2], [1], [0]])}

@@ -286,6 +286,35 @@ model.fit(x, x, batch_size=1000, validation_data=(v, v), verbose=0, callbacks=[s
 
 
 @pytest.mark.faults
+def test_what_functions_hold_is_compared(script, tmp_path):
+    """Defaults, a partial, a helper and the object of a bound method changed the loss or the rate without a word."""
+    (tmp_path / "own.py").write_text("""
+import functools, os, keras, numpy as np
+n = {"default": 1, "helped": 1, "part": 1, "metric": 1, "bound": 1} | eval(os.environ["NEW"])
+def helper(value, by=n["helped"]):
+    return value * by
+class Rates:
+    def __init__(self):
+        self._factor = n["bound"]
+    def of(self, epoch, rate):
+        return rate * self._factor
+def loss(y, y_pred, by=n["default"], times=1):
+    return helper(by) * times * keras.ops.mean(keras.ops.abs(y - y_pred), -1)
+def measured(y, y_pred, by=n["metric"]):
+    return by * keras.ops.mean(keras.ops.abs(y - y_pred), -1)
+keras.utils.set_random_seed(1)
+x, model = np.ones((50, 2), "float32"), keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+model.compile("sgd", functools.partial(loss, times=n["part"]), metrics=[measured])
+model.fit(x, x, verbose=0, callbacks=[keras.callbacks.LearningRateScheduler(Rates().of)])
+""")
+    said = []
+    for new in ({}, {}, *({name: 2} for name in ("default", "helped", "part", "metric", "bound"))):
+        done = script("--strategy=default", "--workdir=kept", program=("own.py",), NEW=str(new))
+        said += re.findall("cannot continue: the setup of the (.*) has changed: undo", done.stderr) or [done.returncode]
+    assert said == [0, 0, *["model"] * 4, "callbacks"]
+
+
+@pytest.mark.faults
 def test_a_finished_call_has_stopped_again_and_needs_its_record(script, tmp_path):
     """`stop_training` was False after a restart; and a call without its record was taken for one that is new."""
     (tmp_path / "own.py").write_text("""

@@ -317,6 +317,25 @@ def test_rows_are_from_all_over_the_data(connect, batches):
         tfdist.fit(model, *given, distribution=connect(2), verbose=0, **more)
 
 
+class KeepsLastRows(L.Layer):
+    """A memory bank: random to nobody, but each pass finds another state."""
+
+    def build(self, shape):
+        self.bank = self.add_weight(shape=(8, shape[-1]), initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        seen = x @ keras.ops.transpose(self.bank)
+        if training:
+            self.bank.assign(keras.ops.concatenate([self.bank, keras.ops.stop_gradient(x)])[-8:])
+        return seen
+
+
+def test_a_state_that_depends_on_the_order_of_rows_is_refused(connect):
+    """It was taken for random numbers, and trained another model."""
+    with pytest.raises(tfdist.UserError, match=r"the variable '.*' differs by .* come in the opposite order"):
+        trained(connect, KeepsLastRows)
+
+
 def test_layers_of_another_scope_are_refused(connect):
     """All replicas would write their weights, each its own update."""
     base = keras.Sequential([keras.Input((6,)), L.Dense(8)])

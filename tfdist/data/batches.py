@@ -244,7 +244,7 @@ class BatchFeed(Feed):
                 "give all workers the same data, and random changes of them the same seed",
             )
 
-    def resume(self, update: int, epoch: int, begun: int) -> None:
+    def resume(self, update: int, epoch: int, begun: int, first: int = 0) -> None:
         """Goes to a batch by skipping, before anything is decoded.
 
         A data set that shuffles anew each epoch has an order for each time that it is begun: so all of it is skipped
@@ -256,7 +256,7 @@ class BatchFeed(Feed):
         self._iterator = None  # what it reads ahead is forgotten with it
         self._order.begin()
         self._began = update
-        self._iterator = iter(self._decoded(self._stored.skip(update if self._endless else begun)))
+        self._iterator = iter(self._decoded(self._stored.skip(update - first if self._endless else begun)))
 
     def restart(self) -> None:
         """Begins anew, unless one iterator serves all epochs."""
@@ -324,7 +324,7 @@ class SequenceFeed(BatchFeed):
             self._iterator = iter(self._dataset)
         return FeedCall((self._iterator,), 0, limit, False)
 
-    def resume(self, update: int, epoch: int, begun: int) -> None:
+    def resume(self, update: int, epoch: int, begun: int, first: int = 0) -> None:
         """Begins to read anew; the position is a function of the update."""
         self._iterator = None
 
@@ -382,6 +382,18 @@ def _fill_caches(dataset: tf.data.Dataset) -> bool:
 
 
 _FILLED = weakref.WeakSet[tf.data.Dataset]()
+
+
+def share_order(one: object, other: object) -> bool:
+    """Returns whether two data sets read one `shuffle()`, whose order each reading moves on for both."""
+    return (
+        isinstance(one, tf.data.Dataset) and isinstance(other, tf.data.Dataset) and bool(_orders(one) & _orders(other))
+    )
+
+
+def _orders(dataset: tf.data.Dataset) -> set[int]:
+    moves = "Shuffle" in type(dataset).__name__ and getattr(dataset, "_reshuffle_each_iteration", None) is not False
+    return ({id(dataset)} if moves else set()).union(*map(_orders, dataset._inputs()))
 
 
 def checksum(parts: Structure) -> tf.Tensor:

@@ -65,8 +65,13 @@ class Feed:
     def restart(self) -> None:
         """Begins a pass over the data."""
 
-    def resume(self, update: int, epoch: int, begun: int) -> None:
-        """Goes to an update, `begun` batches after the beginning of `epoch`."""
+    def resume(self, update: int, epoch: int, begun: int, first: int = 0) -> None:
+        """Goes to an update, `begun` batches after the beginning of an epoch.
+
+        Args:
+          epoch: number of epochs of this training before that one.
+          first: the update that this training began with.
+        """
 
     def digest(self, batches: int) -> list[str]:
         """Returns checksums, which workers compare, of all batches read so far, `batches` more than before.
@@ -132,9 +137,9 @@ class StaticFeed(Feed):
         self._ahead = []
         self.inner.restart()
 
-    def resume(self, update: int, epoch: int, begun: int) -> None:
+    def resume(self, update: int, epoch: int, begun: int, first: int = 0) -> None:
         self._ahead = []
-        self.inner.resume(update, epoch, begun)
+        self.inner.resume(update, epoch, begun, first)
 
     def first_unreadable(self) -> str:
         return self.inner.first_unreadable()

@@ -164,7 +164,7 @@ def _of_columns(
                 scaled = tf.cast((tf.cast(value, tf.float64) - column.mean) / column.std, tf.float32)
                 numbers.append(tf.where(tf.math.is_nan(value), tf.zeros_like(scaled), scaled))
             else:
-                categories.append(lookups[column.name].lookup(value))
+                categories.append(lookups[column.name].lookup(tf.strings.strip(value)))  # as the readers of tables do
         encoded = {"numbers": numbers, "categories": categories}
         stacked = {key: tf.stack(tensors, 1) for key, tensors in encoded.items() if tensors}
         if not isinstance(structure, dict):

@@ -27,6 +27,7 @@ from tfdist.cluster import discovery
 from tfdist.config import buckets, cpu_kernels
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import ResumeOptions
+from tfdist.data import batches
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, UserError, one_line
 from tfdist.keras_bridge import keras_internals
@@ -202,7 +203,12 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
     facts = {**_code_digests(), "arguments": str(sys.argv[1:])}
     facts |= {name: str(arguments[name]) for name in _SETTINGS if arguments.get(name) is not None}
     losses = keras.tree.flatten(model.loss) if model.compiled else []  # whose `get_config` leaves numbers out
-    parts = [*keras_internals.flat_layers(model), *losses, *(getattr(loss, "__dict__", "") for loss in losses)]
+    parts = [
+        *keras_internals.flat_layers(model),
+        *losses,
+        *keras_internals.compiled_with(model),
+        *(getattr(loss, "__dict__", "") for loss in losses),
+    ]
     with contextlib.suppress(Exception):  # of what cannot be saved
         parts.append(model.get_compile_config())
     kept = [callback for callback in _callbacks(arguments) if not training_run.starts_anew(callback)]
@@ -254,9 +260,15 @@ def _setup(thing: Any) -> object:
         return _digest(thing)
     if isinstance(thing, set | frozenset):
         return sorted(map(repr, thing))
+    if isinstance(thing, functools.partial):
+        return [thing.func, thing.args, thing.keywords]
+    if inspect.ismethod(thing):
+        return [thing.__func__, {n: v for n, v in vars(thing.__self__).items() if isinstance(v, str | int | float)}]
     if inspect.isfunction(thing):
         read = inspect.getclosurevars(thing)
-        return {name: value for name, value in {**read.globals, **read.nonlocals}.items() if not callable(value)}
+        values = {**read.globals, **read.nonlocals, "defaults": [thing.__defaults__, thing.__kwdefaults__]}
+        own = lambda value: inspect.isfunction(value) and value is not thing and user_code.is_own(value)
+        return {name: value for name, value in values.items() if not callable(value) or own(value)}
     made: dict[str, Any] = {"": type(thing).__name__}
     with contextlib.suppress(Exception):
         names = inspect.signature(type(thing)).parameters
@@ -283,6 +295,8 @@ def _not_kept(arguments: Mapping[str, Any]) -> str:
             names = getattr(getattr(type(data).__getitem__, "__code__", None), "co_names", ())
             if type(data).on_epoch_end is not base.on_epoch_end or any(map(_DRAWS.fullmatch, names)):
                 return f"{type(data).__name__} has an on_epoch_end, or draws at random, of which no checkpoint knows"
+    if batches.share_order(arguments.get("x"), arguments.get("validation_data")):
+        return "validation_data reads the shuffle() of x, whose order each reading moves on"
     odd = [type(callback).__name__ for callback in _callbacks(arguments) if training_run.starts_anew(callback)]
     return f"{odd[0]} is a callback of its own, without get_state and set_state" if odd else ""
 

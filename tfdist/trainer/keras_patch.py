@@ -267,7 +267,7 @@ def _save_on_all_workers(callbacks: Any) -> None:
     """Lets each worker call `model.save`, so that all find the file, though each may have a path of its own."""
     given = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
     for callback in keras.tree.flatten(given) if given else []:
-        if type(callback) is keras.callbacks.ModelCheckpoint and callback.save_freq == "epoch":
+        if type(callback) is keras.callbacks.ModelCheckpoint:
             callback.chief_only = False
 
 

@@ -86,7 +86,7 @@ class FitLoop:
         epoch = callbacks_lib.restored_epoch(self._model, self._callbacks, self._distribution)
         if epoch:
             self._position = self._plan.start_of(epoch)
-        start = self._position
+        self._start = start = dataclasses.replace(self._position)
         self._prepare_calls()
         self._position = self._checkpoints.begin(start, rollback=self._options.on_nonfinite == "rollback")
         self._model.stop_training = self._position.stopped  # scripts ask it afterwards
@@ -196,7 +196,7 @@ class FitLoop:
         if self._read == position.update and position.begun == 0:
             feed.restart()
         else:  # once: each reading of a data set that shuffles anew is another order
-            feed.resume(position.update, position.epoch, position.begun)
+            self._resume_feed()
             self._read = position.update
         totals = self._step.totals("train", position.sums, position.examples, bool(self._options.virtual_replicas))
         self._call_ended = time.perf_counter()
@@ -204,7 +204,7 @@ class FitLoop:
         while more and position.begun < limit and not self._model.stop_training:
             if position.update in position.skipped:
                 position.update, position.begun = position.update + 1, position.begun + 1
-                feed.resume(position.update, position.epoch, position.begun)
+                self._resume_feed()
             else:
                 more = self._call(position, totals, limit)
         if position.begun < limit < math.inf and not more:
@@ -214,6 +214,10 @@ class FitLoop:
         if not position.begun:
             what = f"the data set ended before the first update of epoch {position.epoch + 1}"
             raise UserError(what, "give it a batch at least")
+
+    def _resume_feed(self) -> None:
+        position, start = self._position, self._start
+        self._plan.feed.resume(position.update, position.epoch - start.epoch, position.begun, start.update)
 
     def _call(self, position: Position, totals: Totals | LastLogs, limit: float) -> bool:
         """Makes the updates of one call; returns whether the data of this epoch may have more."""

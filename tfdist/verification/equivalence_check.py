@@ -333,7 +333,7 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
     seconds = time.perf_counter() - start
     if not outcome.is_conclusive:
         _refuse_by_structure(step, [comparison], outcome.whole)
-        name = _order_dependent(outcome, repeated) if repeated else ""
+        name = _order_dependent(outcome, repeated, probe.draws_random_numbers()) if repeated else ""
         if name:
             raise UserError(
                 f"{comparison} disagree on this model{_CONTEXT[comparison.kind]}: {name} differs by "
@@ -362,11 +362,13 @@ def crc(rows: Structure, checksum: int = 0) -> int:
     return checksum
 
 
-def _order_dependent(outcome: _Outcome, repeated: dict[str, float]) -> str:
+def _order_dependent(outcome: _Outcome, repeated: dict[str, float], random: bool) -> str:
     """Returns the first value that changes with the order of the rows, where nothing random does; empty for none."""
-    if any(distance > ROUNDING for distance in repeated.values()):
+    if random and any(distance > ROUNDING for distance in repeated.values()):
         return ""
-    names = [n for n in outcome.whole.values if not n.startswith(STATE) and outcome.noise[n] > NO_ROUNDING]
+    # Without random numbers, what is another the next time follows a state, as of a layer that keeps the last rows.
+    kept = [n for n in outcome.whole.values if not (random and n.startswith(STATE))]
+    names = [n for n in kept if outcome.noise[n] > NO_ROUNDING and outcome.distances[n] > NO_ROUNDING]
     return next(iter(sorted(names, key=lambda name: name.startswith(METRIC))), "")
 
 

@@ -129,6 +129,15 @@ class EquivalenceProbe:
         single = [[(first + part * self.count // parts) % self.count for part in range(parts)] for first in range(4)]
         return [few] if keras_internals.batch_norms(self.model) else [few, *single]
 
+    def draws_random_numbers(self) -> bool:
+        """Returns whether the whole batch is computed with random numbers, or by Python, which may draw some."""
+        graph = getattr(self._compiled[True].call, "graph", None)
+        if graph is None:
+            return True
+        definition = graph.as_graph_def()
+        nodes = [*definition.node, *(node for f in definition.library.function for node in f.node_def)]
+        return any(word in node.op for node in nodes for word in ("Random", "PyFunc", "Multinomial"))
+
     def look_at(self, batch: tuple[Structure, ...]) -> bool:
         """Goes on to rows of another batch; returns whether it can, as they have the shapes of those before."""
         if not len(keras.tree.flatten(batch)[0]):
