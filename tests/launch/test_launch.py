@@ -333,7 +333,7 @@ BAD_INPUT = [
     (["--", "-m"], "-m names no module: write -m package.module"),
     (["--", "--confg=x"], "unknown flag --confg"),
     (["--", "--config.train.epoch=3"], "unknown config field --config.train.epoch: did you mean 'epochs'?"),
-    (["--", "--config.train.batch_size=-1"], "train.batch_size must not be negative, got -1"),
+    (["--", "--config.train.batch_size=-1"], "train.batch_size must be at least 1, got -1"),
     (["--", "--devices=7"], "there is no device 7", ["--nproc_per_node=2"]),
     (["--", "--strategy=mirrored"],
      "--strategy=mirrored is not for workers of tfdist.launch: start python -m tfdist.train", ["--nproc_per_node=2"]),

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist.checkpoints import training_state
 from tfdist.checkpoints.resume import Position
 from tfdist.config.messages import logger
+from tfdist.data import batches
 from tfdist.errors import Interrupted, UserError
 from tfdist.keras_bridge import ema, keras_internals, layer_state, metrics, preconditions
 from tfdist.step import step_calls
@@ -217,6 +218,9 @@ class FitLoop:
 
     def _resume_feed(self) -> None:
         position, start = self._position, self._start
+        if batches.share_order(getattr(self._plan.source, "dataset", None), self._options.validation_data):
+            what = "a resume would have another order: validation_data reads the shuffle() of the training's data"
+            raise UserError(what, "give it a shuffle() of its own, or one with reshuffle_each_iteration=False")
         self._plan.feed.resume(position.update, position.epoch - start.epoch, position.begun, start.update)
 
     def _call(self, position: Position, totals: Totals | LastLogs, limit: float) -> bool:
