@@ -34,7 +34,7 @@ BAD_INPUT = cases("""
 mirrored => unexpected argument 'mirrored': flags are written --name=value
 --config.train.epoch=3 => unknown config field --config.train.epoch: did you mean 'epochs'?
 --config.trian.epochs=3 => unknown config field --config.trian.epochs: did you mean 'train'?
---config.train.epochs=many => flag --config.train.epochs=many: invalid literal for int()
+--config.train.epochs=many => flag --config.train.epochs=many: is no whole number: give one, such as 1
 --config.train=3 => flag --config.train=3: is a group of fields: set one of them
 --config=missing.py => --config=missing.py does not exist: give the path of a Python file
 --config missing.py => --config=missing.py does not exist
@@ -123,7 +123,7 @@ mirrored => unexpected argument 'mirrored': flags are written --name=value
 --config.name=a/b => name='a/b' becomes a folder
 --config.seed=-1 => seed must be between 0 and
 --virtual_devices=0 => --virtual_devices must be a whole number of at least 1, got 0
---virtual_devices=two => flag --virtual_devices=two: invalid literal for int()
+--virtual_devices=two => flag --virtual_devices=two: is no whole number: give one, such as 1
 --threads=0 => --threads must be a whole number of at least 1, got 0
 --devices=first => --devices=first is not understood: use all, none, driver numbers such as 0,3, or idle:2
 --devices=1,1 => --devices=1,1 names a device twice

@@ -269,7 +269,7 @@ class BatchFeed(Feed):
             self._dataset = self._decoded(self._stored)
 
     def whole_batch(self, update: int) -> tuple | None:
-        known = [number for number in [*self._kept] if number <= update]
+        known = sorted(number for number in [*self._kept] if number <= update)
         if not known:
             return None
         for number in known[:-1]:

@@ -99,10 +99,10 @@ class RepeatedCheck:
     """Repeats a check that has passed on batches of a training or an evaluation, with the weights that it has then.
 
     After 1, 2, 3, 5, 8, 12, ... batches, half as many more each time, so that it costs less and less; of models with
-    code of the user's own alone. Within a training, an evaluation repeats the check of that.
+    code of the user's own alone. The validation of a training repeats the check of that.
 
     Args:
-      kind: `train` or `test`.
+      kind: `train`, `test` or `predict`.
       choice, virtual_replicas, accumulate: as for `check_training`.
     """
 
@@ -111,9 +111,9 @@ class RepeatedCheck:
         comparisons = _comparisons(step, kind, virtual_replicas, accumulate) if choice != "off" else []
         self.probes: dict[Comparison, EquivalenceProbe] = {}
         for comparison in comparisons:
-            for (passed, _), probe in step.checked.items():
-                if probe and passed in (comparison, comparison._replace(kind="train")):
-                    self.probes[comparison] = probe
+            alike = {comparison, comparison._replace(kind="train")} if kind == "test" else {comparison}
+            probes = [probe for (passed, _), probe in step.checked.items() if probe and passed in alike]
+            self.probes |= {comparison: probes[-1]} if probes else {}
         if not self.probes:
             return
         calls, done, checked = step.repeats.get(kind, (0, 0, 0))
