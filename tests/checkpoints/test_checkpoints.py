@@ -203,6 +203,23 @@ def test_a_csv_logger_keeps_its_rows_through_a_resume(append, connect, tmp_path)
         assert rows("cut.csv", 3, checkpoints=kept(tmp_path, every="1000 steps")) == expected
 
 
+@pytest.mark.parametrize("best_only", [False, True])
+def test_a_model_checkpoint_writes_the_same_files_after_a_resume_within_an_epoch(best_only, connect, tmp_path):
+    def files(name, stop=None, **options):
+        path = tmp_path / name / "{epoch} {batch}.weights.h5"
+        every = 12 if best_only else 3  # Keras itself needs the end of an epoch to compare what is best
+        saves = keras.callbacks.ModelCheckpoint(path, "loss", False, best_only, save_weights_only=True, save_freq=every)
+        options |= {} if stop is None else {"should_stop": training_cases.StopAt(stop)}
+        with contextlib.suppress(Interrupted):
+            tfdist.fit(model(connect(1)), *training_cases.images(EXAMPLES), BATCH, 5, 0, [saves], **options)
+        return sorted(file.name for file in path.parent.iterdir())
+
+    expected = files("whole")
+    assert len(expected) >= 2
+    files("cut", stop=23, checkpoints=kept(tmp_path, every="1000 steps"))
+    assert files("cut", checkpoints=kept(tmp_path, every="1000 steps")) == expected
+
+
 @pytest.fixture(scope="module")
 def two(connect, tmp_path_factory):
     """A folder with two checkpoints, of updates 10 and 20."""

@@ -50,7 +50,7 @@ def private_names(path):
 def test_private_names_of_keras_are_used_in_one_folder_only():
     """So that one folder shows what a new Keras may break."""
     of_keras = {name: line for path in INTERNALS for name, line in private_names(path).items()}
-    assert "_compile_loss" in of_keras and "_batches_seen_since_last_saving" in of_keras
+    assert "_compile_loss" in of_keras and "_last_batch_seen" in of_keras
     for path in PACKAGE.rglob("*.py"):
         if path in INTERNALS:
             continue
@@ -385,7 +385,8 @@ def test_operations_that_must_be_deterministic(connect):
 
 def test_what_callbacks_keep_to_themselves(tmp_path):
     """A resumed ModelCheckpoint counts on, and a TensorBoard that profiles sees every update."""
-    assert vars(keras.callbacks.ModelCheckpoint(tmp_path / "a.keras"))[keras_internals.BATCHES_SEEN] == 0
+    saves = vars(keras.callbacks.ModelCheckpoint(tmp_path / "a.keras"))
+    assert [saves[name] for name in keras_internals.BATCHES_SEEN] == [0, None]
     assert vars(keras.callbacks.SwapEMAWeights())[keras_internals.EMA_IN_MODEL] is False
     assert not keras_internals.profiles_batches(keras.callbacks.TensorBoard(tmp_path, profile_batch=0))
     assert keras_internals.profiles_batches(keras.callbacks.TensorBoard(tmp_path, profile_batch=(2, 3)))

@@ -436,6 +436,33 @@ print("weights", best.best, [float(w.sum()) for w in model.get_weights()])
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("which", ["{0, 1}", "{0}", "{1}"])
+def test_an_error_that_a_script_catches_ends_workers_on_which_it_was_not_raised(which, script, tmp_path):
+    (tmp_path / "caught.py").write_text(f"""
+import os, keras, numpy as np
+class Raises(keras.callbacks.Callback):
+    chief_only = False
+    def on_train_batch_end(self, batch, logs=None):
+        if batch and int(os.environ["RANK"]) in {which}:
+            raise ValueError("of this worker")
+model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+for callbacks in [Raises()], []:
+    try:
+        model.fit(np.ones((32, 4)), np.ones((32, 1)), batch_size=8, verbose=0, callbacks=callbacks)
+    except ValueError:
+        print("caught")
+print("done", int(model.optimizer.iterations))
+""")
+    done = script("--nproc_per_node=2", "--show=all", program=("caught.py",))
+    if which == "{0, 1}":
+        assert (done.returncode, done.stdout.count("caught"), done.stdout.count("done 6")) == (0, 2, 2), done.stderr
+    else:
+        assert done.returncode == 1 and f"lost worker {which[1]}" in done.stderr and "done" not in done.stdout
+        assert "it stopped: of this worker" in done.stderr
+
+
+@pytest.mark.faults
 def test_two_workers_train_as_one_and_name_files_that_both_write(script, tmp_path):
     own = "tempfile.mkdtemp() + '/own.keras'"  # a folder of each worker's own, as KerasTuner has
     more = f"""

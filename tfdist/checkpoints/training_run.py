@@ -25,10 +25,11 @@ State: TypeAlias = dict[str, Any]  # a callback's state by name, as JSON can hol
 _KNOWN: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
-    keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save", keras_internals.BATCHES_SEEN),
+    keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save", *keras_internals.BATCHES_SEEN),
     keras.callbacks.SwapEMAWeights: (keras_internals.EMA_IN_MODEL,),
 }
 
+_LESS = "less_is_better"  # of a ModelCheckpoint, which finds it out at the end of an epoch, and needs it at batches
 _ROWS = "rows"  # of a CSVLogger: what its file holds, since `on_train_begin` empties that
 
 
@@ -155,6 +156,8 @@ def capture_callbacks(callbacks: keras.callbacks.CallbackList) -> dict[str, Stat
     for name, callback in training_state.named(callbacks):
         own = callback.get_state() if _keeps_state(callback) else None
         known = {field: plain(getattr(callback, field, None)) for field in _known(callback)}
+        if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.monitor_op is not None:
+            known[_LESS] = callback.monitor_op is keras.ops.less
         if isinstance(callback, keras.callbacks.CSVLogger):
             known[_ROWS] = ""
             with contextlib.suppress(OSError):
@@ -191,6 +194,8 @@ def restore_callbacks(callbacks: keras.callbacks.CallbackList, states: dict[str,
                 continue
             if isinstance(callback, keras.callbacks.CSVLogger) and isinstance(state.get(_ROWS), str):
                 _put_back(callback, state[_ROWS])
+            if isinstance(callback, keras.callbacks.ModelCheckpoint) and isinstance(state.get(_LESS), bool):
+                callback.monitor_op = keras.ops.less if state[_LESS] else keras.ops.greater
             for field in state.keys() & set(_known(callback)):  # a file sets no other attribute of the callback
                 state_shape.require(state, {field: state_shape.optional(state_shape.number)})
                 setattr(callback, field, state[field])

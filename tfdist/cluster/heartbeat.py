@@ -11,11 +11,12 @@ PHASES = (*EXEMPT, "call", "waiting", "python")  # all phases; see `State`
 TOGETHER = ("compiling", "call", "waiting")  # phases in which a worker needs the others
 _MAY_HOLD_LOCK = ("starting", "saving")  # Python's lock, for so long that heartbeats fail to come
 EXEMPT_FACTOR = 6
-AHEAD_S = 10.0  # if a call of the others has not ended this long after a worker finished, it never will
+AHEAD_S = 10.0  # if a call of the others has not ended this long after a worker finished it, it never will
 GRACE_S = 4.0  # for the main thread to notice a loss or a second Ctrl-C, and to exit in order
 IN_CALL_S = 1.0  # the same in a call, in C++: TensorFlow reports a loss at once, or after ten seconds, or never
 SIGNAL_S = 25.0  # who was signaled and waits so long for another cannot stop in order; platforms kill after 30 s
 END = "the end of the run"  # the gather with which workers exit
+RAISED = "an error of "  # begins the label of the gather of workers in which a call has raised an error
 BY_SIGNAL = (130, 143)  # exit codes that stay, whatever else a signal's end brings about
 
 

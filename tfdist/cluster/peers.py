@@ -14,11 +14,11 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from tfdist.cluster import heartbeat, standard_error
-from tfdist.cluster.heartbeat import BEAT_S, END, SILENT_S
+from tfdist.cluster import exit_record, heartbeat, standard_error
+from tfdist.cluster.heartbeat import AHEAD_S, BEAT_S, END, RAISED, SILENT_S
 from tfdist.cluster.watch import Watch
 from tfdist.cluster.wire import Connection
-from tfdist.errors import PeerError, UserError, one_line
+from tfdist.errors import Interrupted, PeerError, UserError, one_line
 
 ROUNDING = 1e-5  # relative to the largest number of a list; ten times this relative to a number itself
 EXIT_WAIT_S = 20.0  # how long the chief waits at the end for the others' processes to exit
@@ -158,6 +158,26 @@ class Peers:
         if values is None:
             raise self.error()
         return values
+
+    @contextlib.contextmanager
+    def raising_together(self, what: str) -> Iterator[None]:
+        """Lets an error leave `what` if it does so on all workers, or else ends the run.
+
+        A script may catch it, and a worker that goes on alone would leave the others in a collective for ever.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not (self._alone or self._apart or self.failure or isinstance(error, Interrupted)):
+                number, self._gathers = self._gathers, self._gathers + 1
+                kind, why = type(error).__name__, one_line(error, 4000)
+                self._watch.give(number, f"{RAISED}{what}: {kind}", why)
+                with self.during("waiting"):
+                    others = self._watch.wait_for_values(number, AHEAD_S)
+                if others is None:
+                    exit_record.leave(why)
+                    self.fail(why, 2 if isinstance(error, UserError) else 1)
+            raise
 
     def check_same(
         self,

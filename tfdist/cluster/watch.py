@@ -135,10 +135,10 @@ class Watch:
         else:
             self.send({"gather": number, "label": label, "value": value})
 
-    def wait_for_values(self, number: int) -> list[object] | None:
-        """Waits for all values of a `Peers.gather`; None when the run fails before."""
+    def wait_for_values(self, number: int, seconds: float | None = None) -> list[object] | None:
+        """Waits for all values of a `Peers.gather`; None when the run fails before, or the time is over."""
         with self._changed:
-            self._changed.wait_for(lambda: number in self._gathered or self.failure)
+            self._changed.wait_for(lambda: number in self._gathered or self.failure, seconds)
             return self._gathered.pop(number, None)
 
     def wait_for_failure(self, seconds: float) -> None:
@@ -244,7 +244,10 @@ class Watch:
             votes = self._votes.setdefault(number, {})
             votes[rank] = label, value
             first, (expected, _) = next(iter(votes.items()))
-            if label != expected:
+            raised = [who for who, (where, _) in votes.items() if where.startswith(heartbeat.RAISED)]
+            if label != expected and raised:
+                self._lose(raised[0], f"it stopped: {votes[raised[0]][1]}")
+            elif label != expected:
                 self._fail(
                     f"worker {rank} ({self._hosts[rank]}) is at {label!r} while worker {first} ({self._hosts[first]}) "
                     f"is at {expected!r}: every worker must make the same calls"

@@ -530,8 +530,8 @@ def is_deterministic() -> bool:
 # Callbacks.
 
 
-BATCHES_SEEN = "_batches_seen_since_last_saving"
-"""ModelCheckpoint counts in this attribute the batches since its last file, and nothing public tells the number."""
+BATCHES_SEEN = ("_batches_seen_since_last_saving", "_last_batch_seen")
+"""ModelCheckpoint counts in these attributes the batches since its last file, and nothing public tells the number."""
 
 
 EMA_IN_MODEL = "_ema_weights_in_model"

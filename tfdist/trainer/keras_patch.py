@@ -203,6 +203,7 @@ class KerasPatch:
         @functools.wraps(theirs)
         @self._outside_scope
         @self._one_thread()
+        @self.distribution.peers.raising_together(f"{name}()")
         def method(*args: Any, **options: Any) -> Any:
             own = {option: options.pop(option) for option in [*options] if option not in signature.parameters}
             arguments = signature.bind(*args, **options).arguments | own  # tfdist's, or misspelled
