@@ -90,16 +90,18 @@ C = keras.losses
     ],
     ids=lambda v: " ".join(map(str, v.values())) if isinstance(v, dict) else "",
 )  # fmt: skip
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_model_is_trained_and_measured_as_by_keras(train, loss, metrics, rows, replicas, connect):
+@pytest.mark.parametrize("replicas, weights", [(1, None), (2, None), (2, np.arange(len(X)) % 4 / 2)])
+def test_a_model_is_trained_and_measured_as_by_keras(train, loss, metrics, rows, replicas, weights, connect):
     asked, distribution = experiment(**train), connect(replicas)
+    given = loaded() if weights is None else Loaded(*[Arrays((X, Y, weights))] * 2, len(X), SPEC)
     with distribution.scope():
         model = model_of()
-        data = models.compiled(model, keras.optimizers.SGD(0.1), asked, loaded())
+        data = models.compiled(model, keras.optimizers.SGD(0.1), asked, given)
     history = tfdist.fit(model, data.train, distribution=distribution, batch_size=8, epochs=2, shuffle=False, verbose=0)
     plain = model_of()
-    plain.compile(keras.optimizers.SGD(0.1), loss, metrics=metrics())
-    theirs = plain.fit(X, one_hot(Y) if rows else Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    plain.compile(keras.optimizers.SGD(0.1), loss, **{"metrics" if weights is None else "weighted_metrics": metrics()})
+    options = dict(batch_size=8, epochs=2, shuffle=False, verbose=0, sample_weight=weights)
+    theirs = plain.fit(X, one_hot(Y) if rows else Y, **options)
     assert history.history.keys() == theirs.history.keys()
     for name, values in theirs.history.items():
         np.testing.assert_allclose(history.history[name], values, rtol=1e-5, err_msg=name)

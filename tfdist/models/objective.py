@@ -25,7 +25,8 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> tuple
         return {"loss": loss, "metrics": _metrics(metrics, model) or ["mae"]}, False, bool(spec and not spec.kind)
     smoothing = experiment.train.label_smoothing
     mixes, weighted = data.train.mixes, data.train.weighted
-    fitting: dict[str, object] = {"reduction": "mean_with_sample_weight"} if weighted else {}
+    # What is skipped weighs nothing, and does not count.
+    fitting: dict[str, object] = {"reduction": "mean_with_sample_weight"} if experiment.data.on_error == "skip" else {}
     if spec is None:
         rows = bool(smoothing) or mixes or any(_takes_rows(metric, model) for metric in metrics)
         name = "CategoricalCrossentropy" if rows else "SparseCategoricalCrossentropy"

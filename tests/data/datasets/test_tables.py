@@ -397,3 +397,17 @@ def test_a_column_without_values_is_said(tmp_path, said):
         "WARNING: column 'empty' has no value in any training row, so nothing can be learned from it: "
         "leave it out with data.options=leave_out=['empty']"
     ]
+
+
+def test_whole_numbers_are_one_category_however_they_are_written(tmp_path, said):
+    rows = [[("70", "8", "07")[i % 3], "ab"[i % 2]] for i in range(12)]
+    path = write(tmp_path / "train.csv", rows, ["size", "y"])
+    options = {"target": "y", "categories": "size"}
+    columns = tables.prepare(path, options, ALL).spec.columns
+    assert columns[0].vocabulary == ("07", "70", "8")
+    new = write(tmp_path / "new.csv", [["70.0"], ["8.0"], ["07"], ["7.0"], [""]], ["size"])
+    np.testing.assert_array_equal(tables.read_inputs(new, columns, {})["categories"][:, 0], [2, 3, 1, 0, 0])
+    assert not said
+    other = write(tmp_path / "other.csv", [["9.0"], ["6.0"]], ["size"])
+    assert not tables.read_inputs(other, columns, {})["categories"].any()
+    assert "no row has a value of column 'size' that a training row has, but such as '9.0'" in said[0]

@@ -48,10 +48,14 @@ class Table:
         return dataclasses.replace(self, numbers=numbers, categories=categories, size=size)
 
     def places(self, name: str, vocabulary: tuple[str, ...], first: int) -> np.ndarray:
-        """Returns each row's place in the vocabulary, plus `first`; one less than `first` where it is not there."""
+        """Returns each row's place in the vocabulary, plus `first`; one less than `first` where it is not there.
+
+        Of an input, "70.0" is there where "70" is: libraries write whole numbers so beside missing ones.
+        """
         places = {text: i + first for i, text in enumerate(vocabulary)}
-        of_text = np.array([places.get(text, first - 1) for text in self.texts[name]], np.int64)
-        return of_text[self.categories[name]]
+        spelled = [(text, text.removesuffix(".0"), f"{text}.0")[: 3 if first else 1] for text in self.texts[name]]
+        known = [next((places[text] for text in texts if text in places), first - 1) for texts in spelled]
+        return np.array(known, np.int64)[self.categories[name]]
 
 
 class _ManyTexts(Exception):  # noqa: N818  a reason to begin anew and no error

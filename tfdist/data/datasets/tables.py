@@ -77,7 +77,12 @@ def encode(table: Table, columns: tuple[Column, ...]) -> dict[str, np.ndarray]:
         for c in columns
         if c.kind == "number"
     ]
-    categories = [table.places(c.name, c.vocabulary, first=1).astype(np.int32) for c in columns if c.kind == "category"]
+    grouped = [c for c in columns if c.kind == "category"]
+    categories = [table.places(c.name, c.vocabulary, first=1).astype(np.int32) for c in grouped]
+    for column, places in zip(grouped, categories):
+        if table.size > 1 and not places.any():
+            what = f"no row has a value of column {column.name!r} that a training row has"
+            logger.info(f"WARNING: {what}, but such as {table.texts[column.name][0]!r}: all count as unknown")
     inputs: dict[str, list[np.ndarray]] = {"numbers": numbers, "categories": categories}
     return {name: np.stack(values, 1) for name, values in inputs.items() if values}
 
