@@ -107,6 +107,7 @@ def test_strategies_of_a_script_are_the_running_one(patched, said):
     running = patched(2).strategy
     made = tf.distribute.MirroredStrategy(["CPU:0"])
     assert made is tf.distribute.MultiWorkerMirroredStrategy() is tf.distribute.get_strategy() is running
+    assert tf.distribute.OneDeviceStrategy("CPU:0") is tf.distribute.experimental.CentralStorageStrategy() is running
     assert isinstance(made, tf.distribute.MirroredStrategy) and "is the running strategy" in said[-1]
     keras.utils.clear_session()
     assert tf.distribute.get_strategy() is running
@@ -114,6 +115,15 @@ def test_strategies_of_a_script_are_the_running_one(patched, said):
         keras.utils.clear_session()
     tfdist.unpatch_keras()
     assert tf.distribute.MirroredStrategy is own and tf.distribute.get_strategy() is not running
+
+
+def test_devices_that_a_script_sets_up_are_those_that_are_there(patched, said):
+    patched(2)
+    tf.config.set_visible_devices([], "CPU")
+    tf.config.threading.set_intra_op_parallelism_threads(64)
+    tf.config.experimental.set_memory_growth(tf.config.list_physical_devices("CPU")[0], True)
+    assert len([line for line in said if "changes nothing: the devices have been set up" in line]) == 3
+    assert script()
 
 
 def test_a_saved_model_of_the_script_is_called_and_trained_upon(patched, tmp_path):

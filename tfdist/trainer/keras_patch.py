@@ -41,7 +41,14 @@ _WRITERS = (
     *((module, "save_model") for module in (keras.saving, keras.models)),
     (keras.saving, "save_weights"),
 )
-_STRATEGIES = ("MirroredStrategy", "MultiWorkerMirroredStrategy")
+_STRATEGIES = ("Mirrored", "MultiWorkerMirrored", "OneDevice", "CentralStorage", "TPU")
+_DEVICE_SETTERS = (
+    (tf.config, ("set_visible_devices", "set_logical_device_configuration", "experimental_connect_to_cluster")),
+    (tf.config.experimental, ("set_memory_growth", "set_visible_devices", "set_virtual_device_configuration")),
+    (tf.tpu.experimental, ("initialize_tpu_system",)),
+    (tf.config.threading, ("set_inter_op_parallelism_threads", "set_intra_op_parallelism_threads")),
+)
+"""What scripts set up before they use a device, as tfdist has done by then: TensorFlow would raise an error."""
 
 
 class KerasPatch:
@@ -103,8 +110,12 @@ class KerasPatch:
                 self._replace(owner, "load_weights", self._outside_scope(owner.load_weights))
             self._replace(tf.io.gfile, "rmtree", removing_together(tf.io.gfile.rmtree))  # as KerasTuner's `overwrite`
         for module in tf.distribute, tf.distribute.experimental:
-            for name in filter(functools.partial(hasattr, module), _STRATEGIES):
+            names = [f"{kind}Strategy" for kind in _STRATEGIES]
+            for name in filter(functools.partial(hasattr, module), names):
                 self._replace(module, name, self._running(getattr(module, name)))
+        for module, names in _DEVICE_SETTERS:
+            for name in names:
+                self._replace(module, name, self._set_before(getattr(module, name)))
         # What a SavedModel holds in several copies cannot be read outside of replicas. When Keras exports a model, it
         # imports the module by this name, and makes another one of `tf.saved_model`.
         saved_model, compat = importlib.import_module("tensorflow.saved_model"), tf.compat
@@ -166,6 +177,13 @@ class KerasPatch:
             return strategy
 
         return Meta(original.__name__, (original,), {"__new__": new, "__doc__": original.__doc__})
+
+    def _set_before(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def setter(*args: object, **options: object) -> None:
+            self._log_once(f"{original.__name__}() of the script changes nothing: the devices have been set up above")
+
+        return setter
 
     def _written_once(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that writes a model to a file on the chief, while the others wait until it is there.
