@@ -110,12 +110,11 @@ class KerasPatch:
                 self._replace(owner, "load_weights", self._outside_scope(owner.load_weights))
             self._replace(tf.io.gfile, "rmtree", removing_together(tf.io.gfile.rmtree))  # as KerasTuner's `overwrite`
         for module in tf.distribute, tf.distribute.experimental:
-            names = [f"{kind}Strategy" for kind in _STRATEGIES]
-            for name in filter(functools.partial(hasattr, module), names):
+            for name in filter(functools.partial(hasattr, module), (f"{kind}Strategy" for kind in _STRATEGIES)):
                 self._replace(module, name, self._running(getattr(module, name)))
-        for module, names in _DEVICE_SETTERS:
+        for owner, names in _DEVICE_SETTERS:
             for name in names:
-                self._replace(module, name, self._set_before(getattr(module, name)))
+                self._replace(owner, name, self._set_before(getattr(owner, name)))
         # What a SavedModel holds in several copies cannot be read outside of replicas. When Keras exports a model, it
         # imports the module by this name, and makes another one of `tf.saved_model`.
         saved_model, compat = importlib.import_module("tensorflow.saved_model"), tf.compat
