@@ -135,22 +135,23 @@ def test_columns_of_a_table_as_they_stand_in_it(tmp_path):
     """Against NumPy: standardised, a missing number the mean, text that training has not seen 0."""
     columns = (
         Column("hours per week", "number", 40.0, 10.0),
-        Column("sex", "category", vocabulary=("f", "m")),
+        Column("sex", "category", vocabulary=("f", "m", "1", "2.0")),
         Column("time", "number", 1.6e9, 100.0),  # which float32 knows to two minutes
     )
     spec = Spec((3,), "float32", 2, 1.0, ("no", "yes"), columns)
     keras.utils.set_random_seed(0)
     numbers, categories = keras.Input((2,), name="numbers"), keras.Input((1,), dtype="int32", name="categories")
-    x = keras.layers.Concatenate()([numbers, keras.layers.Flatten()(keras.layers.Embedding(3, 4)(categories))])
+    x = keras.layers.Concatenate()([numbers, keras.layers.Flatten()(keras.layers.Embedding(5, 4)(categories))])
     model = keras.Model({"numbers": numbers, "categories": categories}, keras.layers.Dense(2)(x))
     servable = saved_model.Servable(model, spec, True)
     signatures = saved(servable, tmp_path)
     answer = signatures["serving_default"](
-        hours_per_week=tf.constant([30.0, 60.0, np.nan]),
-        sex=tf.constant([" m ", "f", "x"]),
-        time=tf.constant([1.6e9 + 100, np.nan, 1.6e9 - 200], tf.float64),
+        hours_per_week=tf.constant([30.0, 60.0, np.nan, 40.0, 40.0]),
+        sex=tf.constant([" m\xa0", "\u3000f\x1f", "x", "1.0", "2"]),
+        time=tf.constant([1.6e9 + 100, np.nan, 1.6e9 - 200, 1.6e9, 1.6e9], tf.float64),
     )
-    inputs = {"numbers": np.float32([[-1, 1], [2, 0], [0, -2]]), "categories": np.int32([[2], [1], [0]])}
+    numbers = np.float32([[-1, 1], [2, 0], [0, -2], [0, 0], [0, 0]])
+    inputs = {"numbers": numbers, "categories": np.int32([[2], [1], [0], [3], [4]])}
     expected = model(inputs).numpy()
     np.testing.assert_allclose(answer["logits"], expected, rtol=1e-5, atol=1e-6)
     tensors = signatures["tensors"](**{k: tf.constant(v) for k, v in inputs.items()})
@@ -172,6 +173,9 @@ def test_outputs_that_are_no_classes(tmp_path):
         image=tf.ones((2, 4)), extra=tf.ones((2, 3))
     )
     assert {name: value.shape for name, value in answer.items()} == {"kind": (2, 2), "size": (2, 3)}
+    alike = keras.Model(image, {"a-b": keras.layers.Dense(2)(image), "a_b": keras.layers.Dense(3)(image)})
+    with pytest.raises(UserError, match="two outputs of 'a-b', 'a_b' have one name in a signature: rename one"):
+        saved(saved_model.Servable(alike, Spec((4,), "float32", None, 1.0), True), tmp_path / "alike")
 
 
 def test_classes_that_rounding_decides_between():

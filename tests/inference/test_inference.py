@@ -495,6 +495,17 @@ def test_outputs_that_are_no_classes():
         == "number,output_kind_0,output_kind_1,output_size\n5,0.1,2.0,7\n"
     )
     assert json.loads(rows(prediction_rows.OutputReader(None), outputs[1:])) == {"number": 5, "output": [None]}
+    for outputs, kind in [
+        ({"box": np.ones((1, 3)), "box_0": np.ones((1, 1))}, ".csv"),
+        ({"a": {"b_c": np.ones(1)}, "a_b": {"c": np.ones(1)}}, ".jsonl"),
+    ]:
+        with refused(r"two outputs of the model make a column 'output_(box_0|a_b_c)': rename one of them"):
+            rows(prediction_rows.OutputReader(None), outputs, kind=kind)
+
+
+def test_scores_that_are_probabilities_are_seen():
+    assert not prediction_rows.look_like_probabilities(np.array([[0.25, 0.7], [2.0, -1.0]]))
+    assert prediction_rows.look_like_probabilities(np.array([[np.nan, 1], [0.25, 0.75]]))
 
 
 def test_scores_of_classes():

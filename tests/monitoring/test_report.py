@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import gzip
 import html
 import json
 import math
@@ -12,14 +11,12 @@ import re
 import shutil
 import sys
 
-import keras
 import numpy as np
 import pytest
 from conftest import REPOSITORY
 from support import processes, shipped
 
 from tfdist.checkpoints import run_folder
-from tfdist.monitoring import confusion
 from tfdist.monitoring.report import curves, line_chart, run_files
 from tfdist.monitoring.report import html as html_lib
 from tfdist.monitoring.report import page as page_lib
@@ -79,16 +76,8 @@ def full(folder, samples=3000, **result):
     return folder
 
 
-def findings(classes=10, n=400, names=()):
-    rng = np.random.default_rng(0)
-    y = rng.integers(0, classes, n)
-    found = confusion.Findings(classes, True, names, partial=True)
-    found.add(y, rng.normal(size=(n, classes)) + 2 * np.eye(classes)[y])
-    return found
-
-
-def render(folder, result=None, found=None):
-    page = page_lib.render(folder, result, found)
+def render(folder, result=None):
+    page = page_lib.render(folder, result)
     assert "could not be made" not in page, re.search("This part could not.{200}", page)
     return page
 
@@ -101,9 +90,9 @@ def text_of(page):
 
 
 def test_all_sections_and_the_key_figures(tmp_path):
-    page = render(full(tmp_path / "a", samples=30), found=findings())
+    page = render(full(tmp_path / "a", samples=30))
     text = " ".join(text_of(page).split())
-    for heading in ("Where the time went", "Learning", "Speed and devices", "Mistakes", "Experiment"):
+    for heading in ("Where the time went", "Learning", "Speed and devices", "Experiment"):
         assert f"<h2>{heading}</h2>" in page
     for title in ("Loss", "Accuracy", "Learning rate", "Gradient norm", "Throughput", "GPU load", "GPU memory", "CPU"):
         assert f"<b>{title}</b>" in page
@@ -122,7 +111,6 @@ def test_all_sections_and_the_key_figures(tmp_path):
         "35 % waiting for input",
         "data.cache=memory",
         "optimizer.learning_rate 0.01 0.0",
-        "of the first 400 examples",
         "resumed",
         "rollback",
     ):
@@ -219,9 +207,8 @@ def test_nothing_in_a_file_becomes_markup(tmp_path):
     put(folder, "timeline.jsonl", [{"updates": 1, "seconds": 1} | more for more in ({"gpus": gpus}, {"mark": NASTY})])
     strange = {"status": NASTY, "reason": NASTY, "rollbacks": [{"to": NASTY, "skipped": [NASTY]}]}
     put(folder, "result.json", RESULT | strange | {"evaluation": {NASTY: 0.5}})
-    page = render(folder, found=findings(10, names=(NASTY,) * 10))
-    assert page.count("<script") == 1 and "<img" not in page and "taken" in page
-    assert render(folder, found=findings(60, names=(NASTY,) * 60)).count("<script") == 1
+    page = render(folder)
+    assert page.count("<script") == 1 and "<img" not in page
 
 
 def test_what_is_not_markup_is_escaped():
@@ -300,18 +287,18 @@ def test_many_gpus_are_summed_up(tmp_path):
 
 def test_a_report_never_makes_a_run_fail(tmp_path, monkeypatch):
     folder = run_folder.RunFolder(str(tmp_path))
-    assert page_lib.write(folder, RESULT | {"seconds": np.float32(3)}, None) == ""
+    assert page_lib.write(folder, RESULT | {"seconds": np.float32(3)}) == ""
     assert "3.0 s" in (tmp_path / "report.html").read_text()
     monkeypatch.setattr(page_lib, "_header", lambda record: 1 / 0)
-    assert page_lib.write(folder, RESULT, None) == ""
+    assert page_lib.write(folder, RESULT) == ""
     assert "could not be made: ZeroDivisionError" in (tmp_path / "report.html").read_text()
     monkeypatch.setattr(run_files, "read", lambda *_: 1 / 0)
-    assert page_lib.write(folder, RESULT, None) == "WARNING: no report: ZeroDivisionError: division by zero"
+    assert page_lib.write(folder, RESULT) == "WARNING: no report: ZeroDivisionError: division by zero"
     monkeypatch.undo()
     (tmp_path / "file").write_text("")
-    problem = page_lib.write(run_folder.RunFolder(str(tmp_path / "file" / "x")), RESULT, None)
+    problem = page_lib.write(run_folder.RunFolder(str(tmp_path / "file" / "x")), RESULT)
     assert "report.html cannot be written" in problem and "\n" not in problem
-    assert page_lib.write(run_folder.RunFolder(str(tmp_path / "other"), writes=False), RESULT, None) == ""
+    assert page_lib.write(run_folder.RunFolder(str(tmp_path / "other"), writes=False), RESULT) == ""
     assert not (tmp_path / "other").exists()
 
 
@@ -319,7 +306,7 @@ def test_it_stays_small(tmp_path):
     folder = full(tmp_path, samples=20_000)
     epochs = [{"epoch": i, "updates": i, "seconds": i, "loss": math.sin(i)} for i in range(1, 20_000)]
     put(folder, "history.jsonl", epochs)
-    assert len(render(folder, found=findings(100, 10_000))) < 1_000_000
+    assert len(render(folder)) < 1_000_000
 
 
 # -- in a browser -----------------------------------------------------------
@@ -387,36 +374,13 @@ def test_the_report_of_a_real_run(browser, trained):
         why = json.loads((trained / "environment.json").read_text())["reason"]
         assert f"mirrored, because {why}" in page.locator("#environment").inner_text()
 
-        counts = by_hand(trained)
-        found = page.eval_on_selector_all(
-            "#confusion tbody tr", "rows => rows.map(r => [...r.cells].slice(1, -1).map(c => Number(c.innerText)))"
-        )
-        assert found == counts
-        assert sum(counts[i][i] for i in range(10)) / 360 == pytest.approx(result["evaluation"]["accuracy"], abs=1e-6)
-        images = page.locator("#worst img")
-        assert images.count() == 24
-        assert page.evaluate("[...document.images].every(i => i.naturalWidth == 8 && i.naturalHeight == 8)")
-
-
-def by_hand(folder):
-    """The confusion of the saved model on the packaged file, counted one by one."""
-    packed = (REPOSITORY / "tfdist/data/datasets/digits.csv.gz").read_bytes()
-    rows = [[int(v) for v in line.split(",")] for line in gzip.decompress(packed).decode().split()][1437:]
-    model = keras.saving.load_model(folder / "model.keras")
-    scores = model.predict_on_batch(np.array([row[:64] for row in rows], "uint8").reshape(-1, 8, 8, 1))
-    counts = [[0] * 10 for _ in range(10)]
-    for row, score in zip(rows, scores):
-        counts[row[64]][int(np.argmax(score))] += 1
-    return counts
-
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory):
     """A report with all there can be: wide tables, long names, many classes."""
     folder = tmp_path_factory.mktemp("busy")
     here = full(folder / "run", reason="a-long-word-" * 30)
-    found = findings(20, 2000, tuple(f"a class called {i}" for i in range(20)))
-    (here / "report.html").write_text(page_lib.render(here, findings=found))
+    (here / "report.html").write_text(page_lib.render(here))
     return here / "report.html"
 
 
@@ -426,7 +390,7 @@ def test_it_fits_the_screen(viewport, scheme, browser, busy):
     with shown(browser, busy, viewport, color_scheme=scheme) as page:
         page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
         assert page.evaluate("document.documentElement.scrollWidth") == viewport["width"], "it scrolls sideways"
-        assert page.locator("section").count() == 6 and page.locator(".chart").count() == 10
+        assert page.locator("section").count() == 5 and page.locator(".chart").count() == 10
         for box in (c.bounding_box() for c in page.locator(".chart svg[role=img]").all()):
             assert box["width"] > 250 and box["height"] > 150
         sizes = "[...document.querySelectorAll('body *')].map(e => parseFloat(getComputedStyle(e).fontSize))"
@@ -474,7 +438,7 @@ def test_the_values_under_the_pointer(browser, busy):
 
 def test_it_works_without_a_script_and_on_paper(browser, busy):
     with shown(browser, busy, java_script_enabled=False) as page:
-        assert page.locator("section").count() == 6 and page.locator("polyline").count() >= 9
+        assert page.locator("section").count() == 5 and page.locator("polyline").count() >= 9
         assert page.locator(".chart svg text").count() > 50
         page.emulate_media(media="print")
         assert page.locator("nav").is_hidden() and page.locator("#learning").is_visible()
@@ -483,7 +447,7 @@ def test_it_works_without_a_script_and_on_paper(browser, busy):
 def test_markup_in_names_does_nothing(browser, tmp_path):
     test_nothing_in_a_file_becomes_markup(tmp_path)
     path = pathlib.Path(tmp_path / "run" / "report.html")
-    path.write_text(page_lib.render(path.parent, findings=findings(10, names=(NASTY,) * 10)))
+    path.write_text(page_lib.render(path.parent))
     with shown(browser, path, PHONE) as page:
         assert page.title().startswith(NASTY[:20]) and NASTY[:20] in page.locator("h1").inner_text()
         assert page.evaluate("document.documentElement.scrollWidth") == 390

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -140,14 +140,6 @@ class Batches(Source):
         # All of them, since a model may be built for a batch of just this size.
         rows = np.concatenate([some, np.setdiff1d(np.arange(total), some)])
         return keras.tree.map_structure(lambda a: tf.gather(a, rows), batch)
-
-    def head(self, limit: int) -> tuple[Source, bool]:
-        batches = max(1, limit // len(keras.tree.flatten(self.first_batch())[0]))
-        return Batches(self.dataset.take(batches), self.decode), not 0 < (self.batches or 0) <= batches
-
-    def pieces(self, count: int) -> Iterator[tuple]:
-        for batch in self.decoded:
-            yield keras.tree.map_structure(np.asarray, batch)
 
     def repeats_order(self) -> bool:
         if self.reader.first is not None:

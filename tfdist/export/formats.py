@@ -24,10 +24,9 @@ from tfdist.data.structures import Structure
 from tfdist.errors import TrainingError, UserError, one_line
 from tfdist.export import saved_model
 from tfdist.export.original import Original
-from tfdist.inference import compatibility, job
+from tfdist.inference import compatibility, job, prediction_rows
 from tfdist.keras_bridge import keras_internals
 from tfdist.models import build as models
-from tfdist.monitoring import confusion
 
 if TYPE_CHECKING:
     import tf2onnx
@@ -63,7 +62,7 @@ def _write_saved_model(original: Original, path: pathlib.Path) -> tuple[dict[str
     logits = compatibility.from_logits(model, original.arrays is None)
     if logits is None:
         outputs = model(original.examples, training=False)
-        logits = not (hasattr(outputs, "numpy") and confusion.look_like_probabilities(outputs.numpy()))
+        logits = not (hasattr(outputs, "numpy") and prediction_rows.look_like_probabilities(outputs.numpy()))
     data = original.experiment.data
     servable = saved_model.Servable(model, original.spec, logits, data.resize, data.name.startswith("image_folder:"))
     functions = saved_model.save(servable, str(path))

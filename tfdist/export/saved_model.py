@@ -17,6 +17,7 @@ from tfdist.keras_bridge import keras_internals
 DEFAULT, ENCODED, TENSORS = "serving_default", "encoded", "tensors"
 """Signatures: what TensorFlow Serving calls if not told otherwise; one for JPEG or PNG bytes; one for the tensors that
 a table becomes."""
+_SPACE = r"[\pZ\t-\r\x1c-\x1f\x{85}]"  # what str.strip takes away, for RE2
 _FINE = 1000  # standard deviations from 0 up to which float32 tells values apart, to a ten-thousandth of one
 
 
@@ -136,11 +137,11 @@ def save(servable: Servable, path: str) -> dict[str, tf.types.experimental.Polym
         module.lookups = list(lookups.values())
         functions[DEFAULT] = _of_columns(servable, lookups, structure)
     plain = lambda *x: servable.answers(keras.tree.pack_sequence_as(structure, x))
-    functions[TENSORS if servable.spec.columns else DEFAULT] = tf.function(plain, input_signature=flat)
+    functions[TENSORS if servable.spec.columns else DEFAULT] = tf.function(plain, input_signature=flat, autograph=False)
     if servable.takes_pictures:
         encoded = lambda images: servable.answers(servable.decoded(images))
         spec = tf.TensorSpec([None], tf.string, name="images")
-        functions[ENCODED] = tf.function(encoded, input_signature=[spec])
+        functions[ENCODED] = tf.function(encoded, input_signature=[spec], autograph=False)
     for name, function in functions.items():
         setattr(module, name, function)
     tf.saved_model.save(module, path, signatures={k: f.get_concrete_function() for k, f in functions.items()})
@@ -164,7 +165,7 @@ def _of_columns(
                 scaled = tf.cast((tf.cast(value, tf.float64) - column.mean) / column.std, tf.float32)
                 numbers.append(tf.where(tf.math.is_nan(value), tf.zeros_like(scaled), scaled))
             else:
-                categories.append(lookups[column.name].lookup(tf.strings.strip(value)))  # as the readers of tables do
+                categories.append(_places(lookups[column.name], value))
         encoded = {"numbers": numbers, "categories": categories}
         stacked = {key: tf.stack(tensors, 1) for key, tensors in encoded.items() if tensors}
         if not isinstance(structure, dict):
@@ -172,7 +173,16 @@ def _of_columns(
         return servable.answers({key: tf.cast(stacked[key], structure[key].dtype) for key in structure})
 
     specs = [tf.TensorSpec([None], kind, name=name) for name, kind in zip(names, types)]
-    return tf.function(call, input_signature=specs)
+    return tf.function(call, input_signature=specs, autograph=False)
+
+
+def _places(lookup: tf.lookup.StaticHashTable, value: tf.Tensor) -> tf.Tensor:
+    """Returns the places of cells [n] in a vocabulary as the readers of tables do, which strip as Python does."""
+    text = tf.strings.regex_replace(value, f"^{_SPACE}+|{_SPACE}+$", "")
+    places = lookup.lookup(text)
+    for spelled in (tf.strings.regex_replace(text, r"\.0$", ""), tf.strings.join([text, ".0"])):
+        places = tf.where(places > 0, places, lookup.lookup(spelled))
+    return places
 
 
 def _type(column: Column) -> tf.DType:
@@ -191,7 +201,11 @@ def _readable(tensor: tf.Tensor) -> tf.Tensor:
 def _named(outputs: Structure) -> dict[str, tf.Tensor]:
     """Returns the outputs of a model by names for its clients."""
     if isinstance(outputs, dict):
-        return {_name(key): value for key, value in outputs.items()}
+        named = {_name(str(key)): value for key, value in outputs.items()}
+        if len(named) < len(outputs):
+            what = f"two outputs of {', '.join(map(repr, outputs))} have one name in a signature"
+            raise UserError(what, "rename one of them")
+        return named
     if isinstance(outputs, (list, tuple)):
         return {f"outputs_{i}": value for i, value in enumerate(outputs)}
     return {"outputs": outputs}

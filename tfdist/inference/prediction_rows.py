@@ -5,13 +5,15 @@ import dataclasses
 import io
 import json
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 
 from tfdist.checkpoints.run_folder import strict
 from tfdist.data.structures import Structure
 from tfdist.errors import UserError
-from tfdist.monitoring import confusion
+
+T = TypeVar("T")
 
 CSV, JSON_LINES = ".csv", ".jsonl"
 
@@ -34,7 +36,7 @@ class OutputReader:
             raise UserError("--scores is for the scores of classes, and this model gives none", "leave it out")
         logits = self.from_logits
         if classes is not None and logits is None:
-            logits = not confusion.look_like_probabilities(outputs.reshape(-1, classes))
+            logits = not look_like_probabilities(outputs.reshape(-1, classes))
         return dataclasses.replace(self, classes=classes, from_logits=logits)
 
     def rows(self, outputs: Structure, targets: Structure, first: int) -> Iterator[dict[str, object]]:
@@ -59,7 +61,7 @@ class OutputReader:
         flat = np.asarray(outputs, np.float64).reshape(-1, self.classes)
         finite = np.asarray(np.isfinite(flat).all(1))
         best = np.where(finite, flat.argmax(1), -1)
-        logs = confusion.log_probabilities(np.where(finite[:, None], flat, 0), bool(self.from_logits))
+        logs = log_probabilities(np.where(finite[:, None], flat, 0), bool(self.from_logits))
         sure = np.where(finite, np.exp(logs.max(1)), np.nan).astype(np.float32)
         shape = outputs.shape[:-1]
         # Scores that are not finite are of no class.
@@ -96,18 +98,27 @@ class Lines:
 
 def _flat(row: dict[str, object]) -> dict[str, object]:
     """Returns a row whose lists are columns of their own: `scores_0`, `scores_1`."""
-    flat: dict[str, object] = {}
+    flat: list[tuple[str, object]] = []
     for name, value in row.items():
         if not isinstance(value, list):
-            flat[name] = value
+            flat.append((name, value))
         elif any(isinstance(inner, list) for inner in value):
             what = f"{name!r} is a table for each example, and a line of CSV holds none"
             raise UserError(what, "write a .jsonl file")
         elif len(value) == 1:
-            flat[name] = value[0]
+            flat.append((name, value[0]))
         else:
-            flat |= {f"{name}_{i}": inner for i, inner in enumerate(value)}
-    return flat
+            flat += [(f"{name}_{i}", inner) for i, inner in enumerate(value)]
+    return _by_name(flat)
+
+
+def _by_name(columns: list[tuple[str, T]]) -> dict[str, T]:
+    named = dict(columns)
+    if len(named) < len(columns):
+        names = [name for name, _ in columns]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"two outputs of the model make a column {twice!r}", "rename one of them")
+    return named
 
 
 def _leaves(name: str, structure: Structure) -> dict[str, list]:
@@ -118,7 +129,7 @@ def _leaves(name: str, structure: Structure) -> dict[str, list]:
         pairs = [(f"{name}_{i}", inner) for i, inner in enumerate(structure)]
     else:
         return {name: _plain(structure)}
-    return {key: values for label, inner in pairs for key, values in _leaves(label, inner).items()}
+    return _by_name([leaf for label, inner in pairs for leaf in _leaves(label, inner).items()])
 
 
 def _plain(array: np.ndarray) -> list:
@@ -133,3 +144,17 @@ def _plain(array: np.ndarray) -> list:
 def _each(numbers: np.ndarray, name: Callable[[int], object]) -> list:
     """Returns nested lists of `name` of each number."""
     return np.array([name(int(k)) for k in numbers.reshape(-1)], object).reshape(numbers.shape).tolist()
+
+
+def log_probabilities(scores: np.ndarray, from_logits: bool) -> np.ndarray:
+    """Returns [n, classes] logarithms of the probabilities that scores represent."""
+    if not from_logits:
+        scores = np.log(np.clip(scores, 1e-300, None))  # not of 0, which is minus infinity
+    scores = scores - scores.max(1, keepdims=True) if len(scores) else scores
+    return scores - np.log(np.exp(scores).sum(1, keepdims=True))
+
+
+def look_like_probabilities(scores: np.ndarray) -> bool:
+    """Tells whether each row is a distribution, where the loss does not specify it."""
+    finite = scores[np.isfinite(scores).all(1)]
+    return bool(len(finite)) and bool((finite >= 0).all()) and bool(np.allclose(finite.sum(1), 1, atol=1e-2))

@@ -15,9 +15,8 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, PeerError, TrainingError
 from tfdist.keras_bridge import layer_state
 from tfdist.models import optimizers
-from tfdist.monitoring import error_analysis, flops
+from tfdist.monitoring import flops
 from tfdist.monitoring import recorder as recorder_lib
-from tfdist.monitoring.confusion import Findings
 from tfdist.monitoring.flops import FlopsModel
 from tfdist.monitoring.monitors import Monitors
 from tfdist.monitoring.progress import numbers
@@ -153,13 +152,7 @@ class Run:
         if self._checkpoints.failure:
             raise TrainingError(self._checkpoints.failure)
         result = self._result(status, reason)
-        mistakes = None
-        if status == "completed":  # a preempted run has no time for it
-            batch, virtual = self._experiment.eval.batch_size, self._experiment.train.virtual_replicas
-            mistakes = error_analysis.of_run(
-                self._model, self._data.eval, self._data.spec, distribution, batch, virtual
-            )
-        write_result(folder, result, mistakes)
+        write_result(folder, result)
         logger.info(result_lines(result, folder))
         if status == "preempted" and self._checkpoints.saved:
             logger.info("the same command resumes from there")
@@ -171,7 +164,7 @@ class Run:
         """Writes the result of a run that an error has ended, on this worker or another one."""
         oom_note.record_advice(self._folder, reason)
         # Without logging: a thread may call this, while the main thread holds the lock of the logger or of the stream.
-        write_result(self._folder, self._result("failed", reason), None, silent=True)
+        write_result(self._folder, self._result("failed", reason), silent=True)
 
     def _result(self, status: str, reason: str) -> Result:
         """Returns the result so far."""
@@ -207,14 +200,14 @@ class Run:
         )
 
 
-def write_result(folder: RunFolder, result: Result, mistakes: Findings | None, silent: bool = False) -> None:
-    """Writes the report, with a classifier's mistakes, and last of all `result.json`.
+def write_result(folder: RunFolder, result: Result, silent: bool = False) -> None:
+    """Writes the report, and last of all `result.json`.
 
     `silent` logs no problem of the report. Raises TrainingError if the disk has no room even for the result alone, or
     the bucket cannot be written.
     """
     content = integrity.sealed(dataclasses.asdict(result))
-    problem = page.write(folder, content, mistakes)
+    problem = page.write(folder, content)
     if problem and not silent:
         logger.info(problem)
     try:

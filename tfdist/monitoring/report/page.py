@@ -13,7 +13,6 @@ from importlib import resources
 
 from tfdist.checkpoints.run_folder import RunFolder, strict
 from tfdist.errors import TrainingError
-from tfdist.monitoring.confusion import Findings
 from tfdist.monitoring.report import curves, run_files, tables
 from tfdist.monitoring.report.html import Html, join, table, tag
 from tfdist.monitoring.report.line_chart import label, value
@@ -31,7 +30,7 @@ ADVICE = {
 }
 
 
-def write(folder: RunFolder, result: dict, findings: Findings | None) -> str:
+def write(folder: RunFolder, result: dict) -> str:
     """Writes the report of a run that has ended. It never makes a run fail.
 
     `result` is the content that `result.json` is going to have; that file is written last. Returns a warning, empty if
@@ -41,14 +40,14 @@ def write(folder: RunFolder, result: dict, findings: Findings | None) -> str:
     if not folder.writes:
         return ""
     try:
-        folder.write_text(NAME, render(folder.path, strict(result), findings))
+        folder.write_text(NAME, render(folder.path, strict(result)))
     except Exception as error:
         kind = "" if isinstance(error, TrainingError) else f"{type(error).__name__}: "
         return f"WARNING: no report: {kind}{error}"
     return ""
 
 
-def render(path: pathlib.Path, result: dict | None = None, findings: Findings | None = None) -> str:
+def render(path: pathlib.Path, result: dict | None = None) -> str:
     """Returns the page of a run folder, of which any file may be missing; `result` None to read `result.json`."""
     record = run_files.read(path, result)
     sections = [
@@ -56,7 +55,6 @@ def render(path: pathlib.Path, result: dict | None = None, findings: Findings | 
         ("learning", "Learning", lambda: curves.learning(record)),
         ("speed", "Speed and devices", lambda: curves.speed(record)),
         ("segments", "Starts of the workers", lambda: tables.segments(record)),
-        ("quality", "Mistakes", lambda: tables.mistakes(findings) if findings else Html("")),
         ("experiment", "Experiment", lambda: tables.experiment(record)),
         ("environment", "Environment", lambda: tables.environment(record)),
     ]
