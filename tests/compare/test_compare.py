@@ -256,6 +256,17 @@ def test_what_a_distance_means():
     assert judge(0.0, of=same_bits) == "identical"
     for name, by, verdict in [("loss", 0.01, "different"), ("auc", 4e-4, "same"), ("auc", -0.4, "different")]:
         assert judge(1e-6, of=dataclasses.replace(two, evaluation_difference={name: by})) == verdict
+    # Weights that hardly move, or large ones that are frozen, hide what is trained.
+    losses = [(0.7, math.nan), (0.700001, math.nan), (0.7002, math.nan), (0.7, 0.6), (0.7,)]
+    other = [results.other_loss(loss, losses[0], 1e-4) for loss in losses]
+    assert [bool(why) for why in other] == [False, False, True, True, False]
+    assert other[2] == "the loss of epoch 1 is 0.7002 and not 0.7"
+    slow = dataclasses.replace(two, loss=(0.7002,))
+    judged = results.judged(slow, dataclasses.replace(ONE, loss=(0.7,)), apart(1e-7), 1e-5)
+    assert (judged.weights, judged.why) == ("different", "the loss of epoch 1 is 0.7002 and not 0.7")
+    wrong = results.checked(judged, apart(1e-8), 1e-6, 31, loss=other[2])
+    assert results.verdict([ONE, wrong])[0].startswith("mirrored 2 is WRONG: in float64, too, the loss of epoch 1")
+    assert results.checked(judged, apart(1e-8), 1e-6, 31).weights == "rounding"
     assert (
         weight_distance.tolerance("float32", "bfloat16") == 1e-2
         and weight_distance.tolerance("float64", "float32") == 1e-11

@@ -6,6 +6,7 @@ had.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,8 @@ def judged(row: Row, reference: Row, difference: "Difference", tolerance: float)
         why = "the weights are the same to the last bit, and the losses on the way or the evaluation are not"
     elif tolerance and not distance <= tolerance:  # NaN, too
         why = f"{distance:.1e} is more than {tolerance:g}"
+    elif tolerance and (other := other_loss(row.loss, reference.loss, EVALUATION * tolerance)):
+        why = other
     elif tolerance and apart:
         why = f"the same weights are evaluated to another {apart[0][0]} ({apart[0][1]:.1e} apart)"
     row = dataclasses.replace(row, weights="different" if why else verdict, why=why, variable=difference.variable)
@@ -126,10 +129,25 @@ def judged(row: Row, reference: Row, difference: "Difference", tolerance: float)
     return dataclasses.replace(row, distance=_finite(distance), largest=largest, scale=scale)
 
 
-def checked(row: Row, difference: "Difference", tolerance: float, updates: int, natural: Sequence[str] = ()) -> Row:
+def other_loss(losses: Sequence[float], expected: Sequence[float], tolerance: float) -> str:
+    """Says in which epoch a loss is another than expected, "" if in none.
+
+    Weights that hardly move, or large ones that are frozen, would hide by their norm that others are trained.
+    """
+    for epoch, (loss, other) in enumerate(itertools.zip_longest(losses, expected, fillvalue=math.nan), 1):
+        if not (abs(loss - other) <= tolerance * max(1.0, abs(other)) or (math.isnan(loss) and math.isnan(other))):
+            return f"the loss of epoch {epoch} is {loss:.9g} and not {other:.9g}"
+    return ""
+
+
+def checked(
+    row: Row, difference: "Difference", tolerance: float, updates: int, natural: Sequence[str] = (), loss: str = ""
+) -> Row:
     """Returns a row whose weights differ, with what the check in float64 says of it, which ran without the layers that
-    by nature depend on the number of replicas."""
+    by nature depend on the number of replicas; `loss` is what `other_loss` says of that."""
     row = dataclasses.replace(row, check_distance=_finite(difference.distance), check_variable=difference.variable)
+    if difference.distance <= tolerance and loss:
+        return dataclasses.replace(row, why=f"in float64, too, {loss}")
     if difference.distance <= tolerance:
         if natural:
             why = f"{'; '.join(natural)}; without, in float64, the first {updates} updates agree to "
@@ -199,7 +217,7 @@ def _doubts(rows: Sequence[Row]) -> list[str]:
 def _different(row: Row) -> str:
     if row.distance is None:
         return f"{row.name} ends with OTHER WEIGHTS, which are not finite ({row.variable}): do not use it."
-    if row.distance == 0 or "evaluated" in row.why:
+    if row.distance == 0 or "evaluated" in row.why or "the loss of" in row.why:
         return f"{row.name} is WRONG: {row.why}: do not trust its figures."
     size = f", up to {row.largest:.2g} where weights are up to {row.scale:.2g}" if row.largest is not None else ""
     return (

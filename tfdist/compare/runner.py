@@ -127,6 +127,7 @@ class Comparison:
         e = self._experiment
         exact = e.train.virtual_replicas > 0
         tolerance = 0.0 if exact else weight_distance.tolerance(e.train.precision, e.optimizer.reduce_dtype)
+        limit = results.EVALUATION * tolerance
         reference = self._rows[0] = dataclasses.replace(self._rows[0], weights="reference")
         for i, row in enumerate(self._rows[1:], 1):
             if row.status != "completed":
@@ -138,7 +139,8 @@ class Comparison:
                 continue
             row = results.judged(row, reference, difference, tolerance)
             natural = weight_distance.reasons_to_differ(pathlib.Path(row.folder), row.replicas)
-            self._rows[i] = row if exact or difference.distance <= tolerance else self._checked(i, row, natural)
+            agree = difference.distance <= tolerance and not results.other_loss(row.loss, reference.loss, limit)
+            self._rows[i] = row if exact or agree else self._checked(i, row, natural)
 
     def _checked(self, i: int, row: Row, natural: Sequence[str]) -> Row:
         """Finds out whether weights that differ come from a wrong sum, or from what may differ.
@@ -160,11 +162,14 @@ class Comparison:
             outcome = self._start(again)
             if outcome.status != "completed":
                 return dataclasses.replace(row, why=f"{row.why}; the check in float64 failed: {outcome.reason}")
+        first = folder / self._trials[0].folder.name
         try:
-            difference = weight_distance.difference(folder / self._trials[0].folder.name, again.folder)
+            difference = weight_distance.difference(first, again.folder)
         except ValueError as error:
             return dataclasses.replace(row, why=f"{row.why}; no check in float64: {error}")
-        return results.checked(row, difference, weight_distance.CHECK_TOLERANCE, updates, natural)
+        ours, theirs = (results.measured(_read(f / "result.json"), {})["loss"] for f in (again.folder, first))
+        most = weight_distance.CHECK_TOLERANCE
+        return results.checked(row, difference, most, updates, natural, results.other_loss(ours, theirs, most))
 
     def _show(self, verdict: Sequence[str]) -> None:
         from tfdist.compare import presentation
