@@ -82,11 +82,14 @@ def _write_tensors(
     """Writes ONNX or LiteRT of the model in float32, which take what it takes."""
     inputs = saved_model.inputs(model, original.spec)
     specs = keras.tree.flatten(inputs)
-    given = {spec.name: np.asarray(a) for spec, a in zip(specs, keras.tree.flatten(original.examples))}
-    expected = keras.tree.flatten(model(original.examples, training=False))
+    flat = keras.tree.flatten(original.examples)
+    given = {spec.name: np.asarray(a, spec.dtype.as_numpy_dtype) for spec, a in zip(specs, flat)}
+    outputs = model(original.examples, training=False)
+    expected = keras.tree.flatten(outputs)
+    named = sorted(outputs) if isinstance(outputs, dict) else len(expected)  # in the order in which the file has them
     with _quiet(name):
         (_onnx if name == "onnx" else _litert)(model, inputs, str(path))
-    description = {"inputs": {s.name: [s.dtype.name, list(s.shape)] for s in specs}, "outputs": len(expected)}
+    description = {"inputs": {s.name: [s.dtype.name, list(s.shape)] for s in specs}, "outputs": named}
     return description, _named("0/model", given, {str(i): a.numpy() for i, a in enumerate(expected)})
 
 

@@ -84,6 +84,7 @@ def _from_file(asked: trained_model.ModelRequest, experiment: config.Experiment)
 def _from_run(asked: trained_model.ModelRequest, experiment: config.Experiment) -> Original:
     recorded = spec_file.read(asked.path)
     loaded = None
+    models.set_precision(experiment.train.precision)
     try:
         loaded = registry.load(experiment, False)
         spec = recorded or loaded.spec
@@ -93,7 +94,6 @@ def _from_run(asked: trained_model.ModelRequest, experiment: config.Experiment) 
             raise
         logger.info(f"checked on made examples, since the data cannot be had: {error}")
         loaded, spec = None, recorded
-    models.set_precision(experiment.train.precision)
     build = lambda: job.built(experiment, spec)
     source, arrays = trained_model.read_weights(asked, experiment, build)
     model = build()

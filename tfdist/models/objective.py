@@ -22,7 +22,9 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> tuple
     spec, metrics = training_objects.loss(experiment.train), training_objects.metrics(experiment.train)
     if data.spec.classes is None:
         loss = _loss(spec, model, {}) if spec else "mse"
-        return {"loss": loss, "metrics": _metrics(metrics, model) or ["mae"]}, False, bool(spec and not spec.kind)
+        several = len(keras.tree.flatten(getattr(model, "outputs", None) or [])) > 1  # of which one list tells nothing
+        usual = [] if several else ["mae"]
+        return {"loss": loss, "metrics": _metrics(metrics, model) or usual}, False, bool(spec and not spec.kind)
     smoothing = experiment.train.label_smoothing
     mixes, weighted = data.train.mixes, data.train.weighted
     # What is skipped weighs nothing, and does not count.

@@ -121,6 +121,10 @@ class Run:
             should_stop=signals.reason,
             **prepared.fit_options(self._environment.check_agreement),
         )
+        done = self._checkpoints.resumed_from or 0
+        if done > schedule.updates:
+            told = f"the checkpoint has {done:,} updates, and the experiment asks for {schedule.updates:,}"
+            logger.info(f"WARNING: nothing was trained: {told}; --resume=never begins anew")
 
     def _evaluate(self, signals: Signals) -> None:
         self._evaluation = evaluation.evaluate(
