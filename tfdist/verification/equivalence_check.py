@@ -244,7 +244,7 @@ def _of_some_rows(probe: EquivalenceProbe, groups: list[list[int]]) -> _Outcome 
         outcome = _Outcome.of(probe, some)
         if outcome.is_conclusive and outcome.disagreements():
             # As late in a training, or of a few rows, gradients may cancel each other, and rounding be large.
-            exact = _compare_in_float64(probe, some) or outcome
+            exact = _compare_in_float64(probe, some) or outcome._replace(limit=max(outcome.limit, MOST_ROUNDING))
             if exact.disagreements():
                 return exact
     return None
