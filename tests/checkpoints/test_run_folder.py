@@ -192,7 +192,7 @@ def test_a_disk_that_becomes_read_only_is_one_line(method, begun, monkeypatch):
     monkeypatch.setattr(os, "replace", read_only)
     monkeypatch.setattr(pathlib.Path, method, read_only)
     with pytest.raises(TrainingError, match=r"result.json cannot be written \(Read-only file system\): free or repair"):
-        run.write_result(begun, Result(**dict.fromkeys(Result.__dataclass_fields__)), None, silent=True)
+        run.write_result(begun, Result(**dict.fromkeys(Result.__dataclass_fields__)), silent=True)
 
 
 # -- without touching it ----------------------------------------------------
@@ -263,7 +263,7 @@ def test_the_lines_at_the_end_name_only_what_is_there(begun, monkeypatch):
 
     monkeypatch.setattr(begun, "_put", put)
     result = Result(**{f.name: 0 for f in dataclasses.fields(Result)} | {"status": "completed", "evaluation": {}})
-    run.write_result(begun, result, None)
+    run.write_result(begun, result)
     assert run.result_lines(result, begun).endswith("/: result.json")
     for there in (False, True):
         if there:

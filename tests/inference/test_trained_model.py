@@ -80,7 +80,7 @@ def test_the_result_takes_the_place_of_the_report_on_a_full_disk(tmp_path, said)
                 raise TrainingError("no space left on device")
             super().write_text(name, text)
 
-    run.write_result(Full(str(tmp_path)), Done(), None)
+    run.write_result(Full(str(tmp_path)), Done())
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"] and not said
     assert json.loads((tmp_path / "result.json").read_text()) == integrity.sealed({"status": "completed"})
 

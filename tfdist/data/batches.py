@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import numpy as np
@@ -140,6 +140,10 @@ class Batches(Source):
         # All of them, since a model may be built for a batch of just this size.
         rows = np.concatenate([some, np.setdiff1d(np.arange(total), some)])
         return keras.tree.map_structure(lambda a: tf.gather(a, rows), batch)
+
+    def pieces(self, count: int) -> Iterator[tuple]:
+        for batch in self.decoded:
+            yield keras.tree.map_structure(np.asarray, batch)
 
     def repeats_order(self) -> bool:
         if self.reader.first is not None:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import keras
@@ -104,6 +104,10 @@ class Records(Source):
             if unreadable := feed.first_unreadable():
                 raise UserError(unreadable, REPAIR) from error
             raise
+
+    def pieces(self, count: int) -> Iterator[tuple]:
+        for batch in self.in_order(count):
+            yield keras.tree.map_structure(np.asarray, batch)
 
     def class_counts(self, classes: int) -> np.ndarray:
         if self.labels is None:
