@@ -84,6 +84,47 @@ def test_a_script_sees_the_numbers_of_one_device(replicas, patched):
     all_same(script(), expected, rtol=2e-5, atol=2e-6)
 
 
+class OwnSteps(keras.Model):
+    """Logs its metrics as Keras' guide writes it: the compiled ones are one metric with several results."""
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=outputs)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return self.measured(y, outputs, loss)
+
+    def test_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        outputs = self(x, training=False)
+        return self.measured(y, outputs, self.compute_loss(x=x, y=y, y_pred=outputs))
+
+    def measured(self, y, outputs, loss):
+        for metric in self.metrics:
+            metric.update_state(loss) if metric.name == "loss" else metric.update_state(y, outputs)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_results_of_compiled_metrics_that_own_steps_log_have_names_of_their_own(replicas, patched):
+    def logs():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((6,))
+        model = OwnSteps(inputs, keras.layers.Dense(1)(inputs))
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+        options = dict(shuffle=False, verbose=0, batch_size=15, validation_data=(X[:30], Y[:30]))
+        history = model.fit(X, Y, validation_batch_size=15, **options).history
+        named = [model.evaluate(X, Y, 15, 0, return_dict=True), model.train_on_batch(X, Y, return_dict=True)]
+        return {k: v[0] for k, v in history.items()}, dict(zip("ab", model.evaluate(X, Y, 15, 0))), *named
+
+    expected = logs()
+    patched(replicas)
+    for ours, theirs in zip(logs(), expected):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert set(expected[0]) == {"loss", "mae", "val_loss", "val_mae"}
+
+
 def test_options_of_tfdist_are_taken_and_misspelled_ones_refused(patched, tmp_path):
     patched(1)
     model = keras.Sequential([keras.layers.Dense(3)])

@@ -270,11 +270,15 @@ class LastLogs:
         self._alike = {*plain, *self._names.of_metrics} == set(values)
         if self._alike:
             return values
-        of_metrics = {
-            name: values[known] if isinstance(known, str) else {key: values[key] for key in known}
-            for name, known in self._names.of_metrics.items()
-        }
-        return {**plain, **of_metrics}
+        # As by `pythonify_logs` of Keras: a metric that has several results, as the compiled ones, gives each by its
+        # name; validation would else give its own in the place of the training's.
+        logs: dict[str, Any] = {}
+        for name, known in sorted({**dict.fromkeys(plain), **self._names.of_metrics}.items()):
+            if isinstance(known, list):
+                logs |= {key: values[key] for key in known}
+            else:
+                logs[name] = plain[name] if known is None else values[known]
+        return logs
 
     def refresh(self) -> bool:
         """Returns whether a callback has changed the metrics, and the logs with them; see `logs`."""
