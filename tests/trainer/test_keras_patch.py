@@ -51,6 +51,7 @@ def script():
     options = dict(epochs=2, shuffle=False, verbose=0, batch_size=20, sample_weight=weights, callbacks=[scores])
     history = model.fit(X, Y, validation_data=(X[:11], Y[:11]), **options)
     rate = float(model.optimizer.learning_rate)
+    named = model.evaluate(X, Y, verbose=0, return_dict=True), model.test_on_batch(X, Y, return_dict=True)
     outputs = model(X[:7])
     losses = [float(loss(Y[:7], outputs)), float(model.compute_loss(X[:7], Y[:7], outputs))]
     last = model.fit(X, Y, shuffle=False, verbose=0)
@@ -59,6 +60,7 @@ def script():
         last.history["loss"],
         scores.seen,
         losses,
+        *map(list, map(dict.values, named)),  # in the order of Keras
         model.evaluate(X, Y, verbose=0),
         [model.evaluate(X, Y, verbose=0, return_dict=True)["loss"], rate],
         model.predict(X, verbose=0),

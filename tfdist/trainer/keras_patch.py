@@ -22,7 +22,7 @@ from tfdist.config.messages import logger
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.keras_bridge import batch_norm, keras_internals
+from tfdist.keras_bridge import batch_norm, keras_internals, preconditions
 from tfdist.trainer import evaluation, fit, on_batch
 
 _METHODS: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -235,7 +235,11 @@ class KerasPatch:
             if name == "train_on_batch" and self._keeps_fits:
                 self._log_once("WARNING: --workdir keeps calls of fit: loops of train_on_batch start anew after a kill")
             if name != "fit":
-                return ours(model, **arguments)
+                result = ours(model, **arguments)
+                by_name = isinstance(result, dict) and arguments.get("return_dict")
+                # Keras' are sorted, and a script may take the values alone; a step of its own has its own order.
+                sort = by_name and not preconditions.replaced(model, (*preconditions.TRAINING, "test_step"))
+                return dict(sorted(result.items())) if sort else result
             if self.distribution.workers > 1:
                 _save_on_all_workers(arguments.get("callbacks"))
             # Else each of several calls would see the examples in the same order.
