@@ -26,7 +26,7 @@ COMMANDS = {
     "horovod_build": "builds Horovod for the installed TensorFlow",
     "topology": "installs what compiles for TPUs and GPUs that are not here",
 }
-"""What each command does, as in README.md."""
+"""What each command does, as in docs/commands.md."""
 
 
 def listing() -> str:

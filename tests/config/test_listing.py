@@ -11,8 +11,8 @@ from tfdist.__main__ import COMMANDS, listing
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
 
-def test_the_commands_are_those_of_readme_and_of_the_wheel():
-    rows = re.findall(r"^\| `python -m tfdist\.(\w+)` \| ([^|`]+) \|", (ROOT / "README.md").read_text(), re.M)
+def test_the_commands_are_those_of_the_page_and_of_the_wheel():
+    rows = re.findall(r"^\| `python -m tfdist\.(\w+)` \| ([^|`]+) \|", (ROOT / "docs/commands.md").read_text(), re.M)
     assert dict(rows) == COMMANDS
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")

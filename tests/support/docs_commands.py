@@ -7,6 +7,8 @@ comment above the block says, which nobody sees who reads the page:
     <!-- commands: side by side -->                each line in a shell of its own, all at the same time
     <!-- commands: exit codes 0 124 -->            what the block may end with; 0 if nothing is said
 
+A block below `<!-- file: train.py -->` is written to that file of the folder, before the commands.
+
 No TensorFlow, and nothing of tfdist is imported here.
 """
 
@@ -24,9 +26,10 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PAGES = ("README.md", "docs/several_machines.md", *(f"docs/{p.name}" for p in sorted(ROOT.glob("docs/*.md"))))
 """The first of them builds Horovod, which others use."""
-WORDS = {"python", "pip", "make", "timeout", "export", "horovodrun", "mpirun", "srun", "sbatch", "tensorboard"}
+WORDS = {"python", "tfdist", "pip", "make", "timeout", "export", "horovodrun", "mpirun", "srun", "sbatch", "tensorboard"}
 """What a line begins with that is a command."""
 _BLOCK = re.compile(r"(?:^<!-- commands: (?P<mark>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```", re.S | re.M)
+_FILE = re.compile(r"^<!-- file: ([\w.]+) -->\n```\w*\n(.*?)^```", re.S | re.M)
 _MARK = re.compile(r"(?P<not_run>not run, since .+)|(?P<together>side by side)|exit codes (?P<codes>\d+(?: \d+)*)")
 LIMIT_S = 900
 
@@ -124,6 +127,8 @@ def main():
         for page in asked.pages:
             folder = pathlib.Path(home, page.replace("/", "_"))
             folder.mkdir()
+            for name, program in _FILE.findall((ROOT / page).read_text()):
+                (folder / name).write_text(program)
             for block in blocks(page, (ROOT / page).read_text()):
                 if block.not_run:
                     print(f"{block.where}: {block.not_run}", flush=True)
