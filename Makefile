@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Else every process of a test run compiles the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-oldest faults horovod lint docs docs-test keras-tests keras-examples topology-check engines bench bench-workers bench-checkpoints bench-watching bench-input clean
+.PHONY: train test test-all test-oldest faults horovod lint docs docs-test site dist keras-tests keras-examples topology-check engines bench bench-workers bench-checkpoints bench-watching bench-input clean
 
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
@@ -81,6 +81,19 @@ docs-test: .venv/ready
 	build/docs/venv/bin/python -m pip install --quiet "$$(echo build/docs/tfdist-*.whl)[export,horovod,sweep]"
 	$(BIN)/python tests/support/docs_commands.py --bin=build/docs/venv/bin
 
+# The pages as a site with a search, in docs/_build/. It has no fonts, scripts or styles from elsewhere.
+site: .venv-site/ready
+	rm -rf docs/_build docs/_generated
+	.venv-site/bin/python -m sphinx -b html -W --keep-going -n -q docs docs/_build
+	@echo "open docs/_build/index.html"
+
+# The wheel and the source archive in dist/, the same bytes for the same commit, and checked.
+dist: .venv-dist/ready
+	rm -rf dist build/lib build/bdist.*
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct 2>/dev/null || echo 1767225600) .venv-dist/bin/python -m build --outdir dist .
+	.venv-dist/bin/python -m twine check --strict dist/*
+	.venv-dist/bin/check-wheel-contents dist/*.whl
+
 bench: .venv/ready
 	$(BIN)/python benchmarks/bench.py
 
@@ -124,5 +137,17 @@ bench-workers: .venv/ready horovod
 	.venv-tpu/bin/python -m pip install --quiet tensorflow-tpu==2.20.0 libtpu==0.0.14
 	touch $@
 
+# Sphinx, and what tfdist's modules need to be read; TensorFlow and Keras are not installed.
+.venv-site/ready: docs/requirements.txt
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet --requirement docs/requirements.txt
+	touch $@
+
+.venv-dist/ready: Makefile
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet 'build>=1.3,<2' 'twine>=6,<7' 'check-wheel-contents>=0.6,<1'
+	touch $@
+
 clean:
-	rm -rf .venv .venv-engines .venv-oldest .venv-tpu build dist *.egg-info runs
+	rm -rf .venv .venv-dist .venv-engines .venv-oldest .venv-site .venv-tpu build dist docs/_build docs/_generated \
+	  *.egg-info runs

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tfdist.trainer.fit import fit
     from tfdist.trainer.keras_patch import patch_keras, unpatch_keras
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Callback": "tfdist.trainer.callbacks",
