@@ -1,4 +1,4 @@
-"""Lists the packages and the long description; setup.cfg says everything else, but can neither add to `find:` nor edit."""
+"""Lists the packages, and makes the long description of README.md; setup.cfg says everything else."""
 
 import pathlib
 import re

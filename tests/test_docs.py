@@ -184,7 +184,7 @@ def test_flags_and_fields_exist(page):
             takes_config = {"config"} if name not in ("launch", "horovod_build", "export", "topology") else set()
             assert_known(flags_in(own), known[name] | takes_config, where)
             assert_known(flags_in(passed_on), known["train"] | {"config"}, where)
-        field = re.match(rf"({'|'.join(GROUPS)})\.(?!keras\b|json\b)\w+", text)  # model.keras and data.json are files
+        field = re.match(rf"({'|'.join(GROUPS)})\.(?!(?:keras|json|fit|py)\b)\w+", text)  # files, model.fit
         if field and text in spans(page):
             assert has_field(field[0]), f"{where}: there is no such field"
 

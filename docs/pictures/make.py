@@ -4,6 +4,7 @@ The run is `tfdist train --virtual_devices=2` in an empty folder. `terminal-*.sv
 epochs left out; `report-*.png` is the top of its report.html in Chromium. Each exists for light and for dark pages.
 """
 
+import io
 import os
 import pathlib
 import re
@@ -23,7 +24,7 @@ COMMAND = ("train", "--virtual_devices=2")
 THEMES = {"light": rich.terminal_theme.DEFAULT_TERMINAL_THEME, "dark": rich.terminal_theme.MONOKAI}
 # Rich's template loads its font from a server; readers have a monospaced one, and `textLength` keeps the columns.
 TEMPLATE = re.sub(r"@font-face \{\{.*?\}\}", "", rich._export_format.CONSOLE_SVG_FORMAT, flags=re.S)
-TEMPLATE = TEMPLATE.replace("rgba(255,255,255,0.35)", "rgba(128,128,128,0.5)")  # its white frame is lost on a white page
+TEMPLATE = TEMPLATE.replace("rgba(255,255,255,0.35)", "rgba(128,128,128,0.5)")  # a white frame is lost on white pages
 LIMIT = 200_000
 
 
@@ -43,7 +44,7 @@ def draw_terminal(lines):
     shown = [line for line in lines if line not in left_out and "checkpoint" not in line]
     shown.insert(shown.index(epochs[-1]), "...")
     for name, theme in THEMES.items():
-        console = rich.console.Console(record=True, width=max(map(len, shown)) + 1, file=open("/dev/null", "w"))
+        console = rich.console.Console(record=True, width=max(map(len, shown)) + 1, file=io.StringIO())
         console.print(rich.text.Text.assemble(("$ ", "green"), (" ".join(["tfdist", *COMMAND]), "bold")))
         for line in shown:
             text = rich.text.Text(line)

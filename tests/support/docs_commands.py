@@ -26,7 +26,8 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 PAGES = ("README.md", "docs/several_machines.md", *(f"docs/{p.name}" for p in sorted(ROOT.glob("docs/*.md"))))
 """The first of them builds Horovod, which others use."""
-WORDS = {"python", "tfdist", "pip", "make", "timeout", "export", "horovodrun", "mpirun", "srun", "sbatch", "tensorboard"}
+WORDS = {"python", "tfdist", "pip", "make", "timeout", "export", "horovodrun", "mpirun", "srun", "sbatch"}
+WORDS |= {"tensorboard"}
 """What a line begins with that is a command."""
 _BLOCK = re.compile(r"(?:^<!-- commands: (?P<mark>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```", re.S | re.M)
 _FILE = re.compile(r"^<!-- file: ([\w.]+) -->\n```\w*\n(.*?)^```", re.S | re.M)
