@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Else every process of a test run compiles the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-oldest faults horovod lint docs docs-test site dist keras-tests keras-examples topology-check engines bench bench-workers bench-checkpoints bench-watching bench-input clean
+.PHONY: train test test-all test-oldest faults horovod lint docs docs-test site site-test dist keras-tests keras-examples topology-check engines bench bench-workers bench-checkpoints bench-watching bench-input clean
 
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
@@ -86,6 +86,10 @@ site: .venv-site/ready
 	rm -rf docs/_build docs/_generated
 	.venv-site/bin/python -m sphinx -b html -W --keep-going -n -q docs docs/_build
 	@echo "open docs/_build/index.html"
+
+# The site as readers meet it, in Chromium: links, search, phones, contrast, nothing from elsewhere.
+site-test: site .venv/ready
+	$(BIN)/python docs/check_site.py
 
 # The wheel and the source archive in dist/, the same bytes for the same commit, and checked.
 dist: .venv-dist/ready
