@@ -76,7 +76,7 @@ def test_the_root_holds_four_files_at_most():
     assert len(list((REPOSITORY / "tfdist").glob("*.py"))) <= 4
 
 
-@pytest.mark.parametrize("name", ["evaluate", "predict", "launch"])
+@pytest.mark.parametrize("name", ["evaluate", "predict"])
 def test_a_function_that_shares_its_name_with_a_command_can_be_called_once_the_package_is_imported(name):
     package = importlib.import_module(f"tfdist.{name}")
     function = package._function

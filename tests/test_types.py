@@ -18,7 +18,7 @@ from tfdist.config.runtime_options import PlacementOptions
 SCRIPT = """
 import numpy as np
 import tfdist
-from tfdist import evaluate, launch, predict
+from tfdist import evaluate, predict
 
 distribution = tfdist.connect("mirrored", devices="none", virtual_devices=2, threads=1)
 replicas: int = distribution.replicas
@@ -33,7 +33,6 @@ def train(model, rate: float) -> str:
 
 tfdist.patch_keras(distribution)
 tfdist.unpatch_keras()
-texts: list[str] = launch(train, None, 0.1, nproc=2)
 
 class Watch(tfdist.Callback):
     def on_checkpoint(self, update: int) -> None:
@@ -49,7 +48,6 @@ evaluate(None, x, batchsize=3)  # wrong
 predict(None, x, verbse=0)  # wrong
 tfdist.Checkpoints("run", evry="1 epoch")  # wrong
 tfdist.Report(3)  # wrong
-launch(train, None, 0.1, nprocs=2)  # wrong
 tfdist.patch_keras(distributon=distribution)  # wrong
 tfdist.fitt  # wrong
 tfdist.UserError("x").fixx  # wrong

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from tfdist.distributed.distribution import Distribution
     from tfdist.errors import TrainingError, UserError
     from tfdist.keras_bridge.batch_norm import synchronize_batch_norm
-    from tfdist.launch.notebook import launch
     from tfdist.monitoring.fit_report import Report
     from tfdist.trainer.callbacks import Callback
     from tfdist.trainer.evaluation import evaluate, predict
@@ -35,7 +34,6 @@ _HOMES = {
     "connect": "tfdist.distributed.connect",
     "evaluate": "tfdist.trainer.evaluation",
     "fit": "tfdist.trainer.fit",
-    "launch": "tfdist.launch.notebook",
     "load_data": "tfdist.data.datasets.registry",
     "patch_keras": "tfdist.trainer.keras_patch",
     "predict": "tfdist.trainer.evaluation",
@@ -53,7 +51,6 @@ __all__ = [
     "connect",
     "evaluate",
     "fit",
-    "launch",
     "load_data",
     "patch_keras",
     "predict",
@@ -78,7 +75,7 @@ def __dir__() -> list[str]:
 class CallablePackage(types.ModuleType):
     """A package of a command whose name is that of a public function, too: it can be called as the function.
 
-    Python puts a package at its name once any of its modules is imported, and `tfdist.launch` must remain a function.
+    Python puts a package at its name once any of its modules is imported, and `tfdist.evaluate` must remain a function.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -89,6 +89,9 @@ mirrored => unexpected argument 'mirrored': flags are written --name=value
     of them
 --config.train.virtual_replicas=8 --topology=v5e-8 --dry_run =>
     --topology compiles the step without virtual replicas: set train.virtual_replicas=0
+--config.train.zero_stage=1 --topology=v5e-8 --dry_run =>
+    --topology compiles the step with whole optimizer state: set train.zero_stage=0
+--config.train.zero_stage=2 => train.zero_stage must be 0 or 1, got 2
 --config.train.batch_size=3 --virtual_devices=4 => train.batch_size=3 is smaller than 4 replicas: use at least 4
 --config.train.batch_size=8 --virtual_devices=4 --config.train.accumulate=3 =>
     train.batch_size=8 is smaller than 4 replicas x 3 micro-batches: use at least 12

@@ -1,5 +1,6 @@
 """Arrays as tensors: which are copied, and which lie in the memory of several workers at the same time."""
 
+import json
 import os
 import subprocess
 import sys
@@ -192,35 +193,38 @@ def test_without_such_memory_each_has_its_own(tables, monkeypatch):
     assert tables.offer(data) == (data, None)
 
 
-def test_workers_of_a_host_load_once_but_each_calls_a_function_of_the_user():
+LOADING = """
+import json, sys, tfdist
+from tfdist import config
+from tfdist.data.datasets import registry
+
+peers = tfdist.connect("multi_worker").peers
+calls = []
+
+def load(name):
+    def read():
+        calls.append(name)
+        return registry.load_data("synthetic", options="examples=6000, shape=(28, 28, 1), classes=3")
+
+    return registry.load_together(peers, config.Data(name=name), read)
+
+data = load("synthetic")
+shared = "memfd:tfdist data" in open("/proc/self/maps").read()
+again = load("of_the_user:function")
+with open(f"{sys.argv[1]}/{peers.rank}.json", "w") as file:
+    json.dump([calls, shared, str(data.train.facts()), str(again.train.facts())], file)
+"""
+
+
+def test_workers_of_a_host_load_once_but_each_calls_a_function_of_the_user(tmp_path, run):
     """The others of three find what one has read. A function may leave a mean behind, at which the model looks."""
-
-    def work():
-        import tfdist
-        from tfdist import config
-        from tfdist.data.datasets import registry
-
-        peers = tfdist.connect("multi_worker").peers
-        calls = []
-        options = "examples=6000, shape=(28, 28, 1), classes=3"
-
-        def load(name):
-            def read():
-                calls.append(name)
-                return registry.load_data("synthetic", options=options)
-
-            return registry.load_together(peers, config.Data(name=name), read)
-
-        data = load("synthetic")
-        with open("/proc/self/maps") as file:
-            shared = "memfd:tfdist data" in file.read()
-        again = load("of_the_user:function")
-        return calls, shared, str(data.train.facts()), str(again.train.facts())
-
-    one, *others = tfdist.launch(work, nproc=3)
+    (tmp_path / "loading.py").write_text(LOADING)
+    done = run("tfdist.launch", "--nproc_per_node=3", "--", str(tmp_path / "loading.py"), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    one, *others = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3))
     function = ["of_the_user:function"]
-    assert one[:2] == (["synthetic", *function], True)
-    assert [other[:2] for other in others] == [(function, True)] * 2
+    assert one[:2] == [["synthetic", *function], True]
+    assert [other[:2] for other in others] == [[function, True]] * 2
     assert {facts for worker in (one, *others) for facts in worker[2:]} == {one[2]}
 
 

@@ -9,7 +9,6 @@ import threading
 import numpy as np
 import pytest
 
-import tfdist
 from tfdist.config import host_memory
 from tfdist.distributed import shared_memory_sum
 from tfdist.distributed.shared_memory_sum import PIECE, OutOfStepError
@@ -205,30 +204,34 @@ def test_nobody_else_finds_the_memory_later(monkeypatch):
     assert host_memory.opened(note) is None
 
 
-def test_a_layer_that_depends_on_the_worker_is_told_in_a_line():
-    def work():
-        import keras
-        import tensorflow as tf
+UNEVEN = """
+import keras
+import numpy as np
+import tensorflow as tf
+import tfdist
 
-        import tfdist
+distribution = tfdist.connect("multi_worker")
+assert distribution.communication == "shared memory"
 
-        distribution = tfdist.connect("multi_worker")
-        assert distribution.communication == "shared memory"
+class Uneven(keras.layers.Layer):
+    def call(self, x):
+        context = tf.distribute.get_replica_context()
+        ones = tf.ones([3 + distribution.rank])
+        return x if context is None else x + tf.reduce_sum(context.all_reduce("SUM", ones))
 
-        class Uneven(keras.layers.Layer):
-            def call(self, x):
-                context = tf.distribute.get_replica_context()
-                ones = tf.ones([3 + distribution.rank])
-                return x if context is None else x + tf.reduce_sum(context.all_reduce("SUM", ones))
+with distribution.scope():
+    model = keras.Sequential([keras.Input((4,)), Uneven(), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+data = np.ones([8, 4], "float32"), np.ones([8, 2], "float32")
+tfdist.fit(model, *data, distribution=distribution, batch_size=4, verbose=0, check_agreement="off")
+"""
 
-        with distribution.scope():
-            model = keras.Sequential([keras.Input((4,)), Uneven(), keras.layers.Dense(2)])
-            model.compile("sgd", "mse")
-        data = np.ones([8, 4], "float32"), np.ones([8, 2], "float32")
-        tfdist.fit(model, *data, distribution=distribution, batch_size=4, verbose=0, check_agreement="off")
 
-    with pytest.raises(tfdist.TrainingError, match="UserError: worker 1 sums other tensors than worker 0, or in"):
-        tfdist.launch(work, nproc=2)
+def test_a_layer_that_depends_on_the_worker_is_told_in_a_line(tmp_path, run):
+    (tmp_path / "uneven.py").write_text(UNEVEN)
+    done = run("tfdist.launch", "--nproc_per_node=2", "--", str(tmp_path / "uneven.py"))
+    assert done.returncode != 0
+    assert "worker 1 sums other tensors than worker 0, or in" in done.stderr
 
 
 def test_it_needs_no_tensorflow():

@@ -70,7 +70,15 @@ def scene(name):
     return callback_scenes.SCENES[name](DISTRIBUTION, FOLDER)
 
 
-KINDS = {"training": training, "sharded": sharded, "zoo": zoo, "program": program, "scene": scene}
+def zero(name):
+    """The bits that a training ends with, without and with slices of the optimizer's state."""
+    from support import zero_cases
+
+    special = {"refusal": zero_cases.refusal, "resume": zero_cases.resume}
+    return special[name](DISTRIBUTION, FOLDER) if name in special else zero_cases.both(name, DISTRIBUTION)
+
+
+KINDS = {"training": training, "sharded": sharded, "zoo": zoo, "program": program, "scene": scene, "zero": zero}
 found = {name: KINDS[sys.argv[2]](name) for name in sys.argv[3:]}
 found["facts"] = {fact: getattr(DISTRIBUTION, fact) for fact in ("replicas", "workers", "communication")}
 (FOLDER / f"{DISTRIBUTION.rank}.pickle").write_bytes(pickle.dumps(found))

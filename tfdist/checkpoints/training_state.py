@@ -6,7 +6,7 @@ replicas gets them back bit for bit; on another number, statistics are averaged,
 start again from the first replica's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -14,11 +14,11 @@ import tensorflow as tf
 
 from tfdist.checkpoints.files import DamagedError
 from tfdist.data.structures import Structure
+from tfdist.distributed.collectives import broadcast_bits
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import keras_internals, metrics, preconditions
+from tfdist.keras_bridge import keras_internals, metrics, preconditions, zero
 
-WORDS = 1 << 22  # 64-bit words per broadcast to the other workers
 SHARED, OWN, CALLBACKS = "shared", "replicas", "callbacks"  # names begin so: kept once, [replicas, ...], of callbacks
 
 
@@ -36,9 +36,15 @@ def capture(
         own[name] = np.zeros((distribution.replicas, *here.shape[1:]), here.dtype)
         own[name][places] = here
     own = dict(zip(own, broadcast_bits(distribution, list(own.values()))))
+    sliced = zero.slots(preconditions.optimizers(model))
+    wholes: dict[str, Structure] = {}
+    for name, slot in ((name, sliced[id(v)]) for name, v in _shared(model) if id(v) in sliced):
+        whole = slot.read()  # one at a time on other workers, which keep none
+        wholes |= {name: whole} if distribution.is_chief else {}
     if not distribution.is_chief:
         return {}
-    shared = {name: keras_internals.read_copy(keras_internals.copies(v)[0]) for name, v in _shared(model)}
+    of_all = {name: v for name, v in _shared(model) if name not in wholes}
+    shared = {name: keras_internals.read_copy(keras_internals.copies(v)[0]) for name, v in of_all.items()}
     if distribution.device_kind != "CPU":  # there a copy on write would need twice the memory
         shared = {name: value.numpy() for name, value in shared.items()}
     best = {
@@ -47,7 +53,7 @@ def capture(
         if isinstance(callback, keras.callbacks.EarlyStopping)
         for i, array in enumerate(getattr(callback, "best_weights", None) or [])
     }
-    return {**shared, **own, **best}
+    return {**shared, **wholes, **own, **best}
 
 
 def named(callbacks: keras.callbacks.CallbackList) -> list[tuple[str, keras.callbacks.Callback]]:
@@ -87,7 +93,12 @@ def restore(
     values = [tensors.get(name, np.zeros(shape, dtype)) for name, dtype, shape in kinds]
     values = broadcast_bits(distribution, values)
     by_place = dict(zip((_place(name) for name, _, _ in kinds), values))
-    _assign([variable for _, variable in _shared(model)], [by_place[_place(name)] for name, _ in _shared(model)])
+    sliced = zero.slots(preconditions.optimizers(model))
+    for name, variable in _shared(model):
+        if id(variable) in sliced:
+            sliced[id(variable)].assign(by_place[_place(name)])
+        else:
+            _assign([variable], [by_place[_place(name)]])
     whole = {id(v) for metric in metrics.whole_metrics(model) for v in metric.variables}
     for name, variable in _own(model):
         rows = by_place[_place(name)]
@@ -171,46 +182,6 @@ def separate_streams(model: keras.Model, distribution: Distribution, apart: bool
         for replica, copy in enumerate(of_one, distribution.first):
             offset = np.array([replica * apart * 0x9E3779B1 % 2**32, 0], np.uint64)
             copy.assign(((np.array(state, np.uint64) + offset) % 2**32).astype(copy.dtype.as_numpy_dtype))
-
-
-def broadcast_bits(distribution: Distribution, arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Sums arrays bit by bit over the workers, of which all but one have zeros in a place.
-
-    Bits are added as integers, which is exact for every type, minus zero and NaN included.
-    """
-    if distribution.workers == 1:
-        return arrays
-    raw = b"".join(np.ascontiguousarray(a).tobytes() for a in arrays)
-    words = np.frombuffer(raw + bytes(-len(raw) % 8), np.int64)
-    parts = []
-    for start in range(0, len(words), WORDS):
-        with distribution.peers.during("call"):
-            parts.append(_sum(distribution, tf.constant(words[start : start + WORDS])).numpy().tobytes())
-    data, results, at = b"".join(parts), [], 0
-    for a in arrays:
-        results.append(np.frombuffer(data, a.dtype, a.size, at).reshape(a.shape))
-        at += a.nbytes
-    return results
-
-
-_sums: dict[int, Callable[[tf.Tensor], tf.Tensor]] = {}  # compiled, by the id of the strategy
-
-
-def _sum(distribution: Distribution, words: tf.Tensor) -> tf.Tensor:
-    """Sums int64 [n] over the first replicas of all workers."""
-    key = id(distribution.strategy)
-    if key not in _sums:
-
-        def one(part):
-            first = tf.equal(distribution.replica_id(), distribution.first)
-            return distribution.all_sum([tf.where(first, part, tf.zeros_like(part))])[0]
-
-        def call(part):
-            return distribution.local(distribution.run(one, (part,)))[0]
-
-        # Not with unknown sizes: tensors are packed for the all-reduce by size.
-        _sums[key] = tf.function(call, autograph=False)
-    return _sums[key](words)
 
 
 def _shared(model: keras.Model) -> list[tuple[str, keras.Variable]]:

@@ -171,6 +171,8 @@ class Train:
     virtual_replicas: int = 0
     """Slices into which every batch is cut, also on one device: the same bits on any number of replicas up to this one
     (see docs/sameness.md); 0 for off."""
+    zero_stage: int = 0
+    """1 keeps a slice of the optimizer's state on each replica: less memory, same result (see docs/methods.md)."""
     precision: str = "float32"
     """`float32`, `float64`, `mixed_bfloat16` or `mixed_float16`."""
     loss: str = ""

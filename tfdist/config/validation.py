@@ -32,6 +32,7 @@ _FROM_ZERO = (
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("optimizer.layer_decay", lambda value: 0 < value <= 1, "in (0, 1]"),
     ("optimizer.ema_momentum", lambda value: 0 <= value < 1, "in [0, 1)"),
+    ("train.zero_stage", lambda value: value in (0, 1), "0 or 1"),
     ("train.label_smoothing", lambda value: 0 <= value < 1, "in [0, 1)"),
     ("seed", lambda value: 0 <= value < 2**31, f"between 0 and {2**31 - 1}"),
 )

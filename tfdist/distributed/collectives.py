@@ -2,11 +2,17 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import tensorflow as tf
 
+from tfdist.distributed.distribution import Distribution
+
+WORDS = 1 << 22  # 64-bit words per broadcast to the other workers
 BUCKET_BYTES = 1 << 20
 """Tensors below this size travel together: each collective costs a round of messages. Larger ones go alone, so that
 they start while the backward pass still computes, and are not copied into a bucket (benchmarks/README.md)."""
+_INTEGERS = {2: tf.int16, 4: tf.int32, 8: tf.int64}  # by their bytes
+_SUMMED = {2: tf.int32, 4: tf.int32, 8: tf.int64}  # which collectives know
 
 
 def bucketed(
@@ -90,3 +96,72 @@ def sum_in_order(tensors: list[tf.Tensor]) -> tf.Tensor:
 def isolated_sum(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
     """Adds two tensors whose sum is added to others: of a chain of `+`, Grappler makes one `tf.add_n`."""
     return tf.reduce_sum(tf.stack([a, b]), 0)
+
+
+def broadcast_bits(distribution: Distribution, arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Sums arrays bit by bit over the workers, of which all but one have zeros in a place.
+
+    Bits are added as integers, which is exact for every type, minus zero and NaN included.
+    """
+    if distribution.workers == 1:
+        return arrays
+    raw = b"".join(np.ascontiguousarray(a).tobytes() for a in arrays)
+    words = np.frombuffer(raw + bytes(-len(raw) % 8), np.int64)
+    parts = []
+    for start in range(0, len(words), WORDS):
+        with distribution.peers.during("call"):
+            parts.append(_sum(distribution, tf.constant(words[start : start + WORDS])).numpy().tobytes())
+    data, results, at = b"".join(parts), [], 0
+    for a in arrays:
+        results.append(np.frombuffer(data, a.dtype, a.size, at).reshape(a.shape))
+        at += a.nbytes
+    return results
+
+
+_sums: dict[int, Callable[[tf.Tensor], tf.Tensor]] = {}  # compiled, by the id of the strategy
+
+
+def _sum(distribution: Distribution, words: tf.Tensor) -> tf.Tensor:
+    """Sums int64 [n] over the first replicas of all workers."""
+    key = id(distribution.strategy)
+    if key not in _sums:
+
+        def one(part):
+            first = tf.equal(distribution.replica_id(), distribution.first)
+            return distribution.all_sum([tf.where(first, part, tf.zeros_like(part))])[0]
+
+        def call(part):
+            return distribution.local(distribution.run(one, (part,)))[0]
+
+        # Not with unknown sizes: tensors are packed for the all-reduce by size.
+        _sums[key] = tf.function(call, autograph=False)
+    return _sums[key](words)
+
+
+def gathered_slices(slices: list[tf.Tensor], distribution: Distribution) -> list[tf.Tensor]:
+    """Concatenates flat tensors [size] of all replicas to [replicas * size], the small ones of each type in one go."""
+    replicas = distribution.replicas
+    large = [i for i, s in enumerate(slices) if (_bytes(s) or 0) * replicas >= BUCKET_BYTES]
+    small = {i: slices[i].dtype for i in range(len(slices)) if i not in large}
+    groups = [*([i] for i in large), *([i for i in small if small[i] == dtype] for dtype in {*small.values()})]
+    packed = [tf.concat([slices[i] for i in group], 0) for group in groups]
+    wholes = list(slices)
+    for group, whole in zip(groups, distribution.all_gather(packed)):
+        rows = tf.reshape(whole, [replicas, -1])
+        for i, part in zip(group, tf.split(rows, [slices[i].shape[0] for i in group], 1)):
+            wholes[i] = tf.reshape(part, [-1])
+    return wholes
+
+
+def gather_by_sum(
+    slices: list[tf.Tensor], all_sum: Callable[[list[tf.Tensor]], list[tf.Tensor]], replica: tf.Tensor, replicas: int
+) -> list[tf.Tensor]:
+    """Concatenates flat tensors of all replicas, by a sum of zeros and their bits: as a number, -0.0 would be 0.0."""
+    places = []
+    for own in slices:
+        bits, size = tf.cast(tf.bitcast(own, _INTEGERS[own.dtype.size]), _SUMMED[own.dtype.size]), own.shape[0]
+        place = tf.pad(bits, [[replica * size, (replicas - 1 - replica) * size]])
+        place.set_shape([replicas * size])
+        places.append(place)
+    sums = all_sum(places)
+    return [tf.bitcast(tf.cast(t, _INTEGERS[s.dtype.size]), s.dtype) for t, s in zip(sums, slices)]

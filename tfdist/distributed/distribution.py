@@ -20,8 +20,9 @@ T = TypeVar("T")
 class Distribution:
     """A strategy that has been started.
 
-    `run`, `local`, `average` and `broadcast` are called in cross-replica context, `all_sum` and `replica_id` inside the
-    function given to `run`. On one replica every one is the identity: callers never ask whether they are distributed.
+    `run`, `local`, `average` and `broadcast` are called in cross-replica context, `all_sum`, `all_gather` and
+    `replica_id` inside the function given to `run`. On one replica every one is the identity: callers never ask whether
+    they are distributed.
     """
 
     name: str
@@ -44,6 +45,8 @@ class Distribution:
     """Index of the current replica among all, an int or an int32 scalar."""
     all_sum: Callable[[list[tf.Tensor]], list[tf.Tensor]] = lambda tensors: tensors
     """Sums each dense tensor of a list over all replicas."""
+    all_gather: Callable[[list[tf.Tensor]], list[tf.Tensor]] = lambda tensors: tensors
+    """Concatenates each flat tensor of a list over all replicas, in their order; on all it has the same size."""
     average: Callable[[list[keras.Variable]], None] = lambda variables: None
     """Sets each floating-point variable to its mean over all replicas."""
     broadcast: Callable[[list[keras.Variable]], None] = lambda variables: None

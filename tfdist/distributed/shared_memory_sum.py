@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -68,15 +69,31 @@ class SharedMemorySum:
         """
         with self._lock, np.errstate(all="ignore"):
             result = self._result(array.shape, array.dtype)
-            own, total = array.reshape(-1), result.reshape(-1)
-            about = zlib.crc32(f"{array.dtype.str} {array.dtype.name} {array.shape}".encode())
-            kind = (key << 32 | about) & (1 << 63) - 1
-            step = PIECE // array.itemsize
-            for begin in range(0, max(1, own.size), step):  # a piece even of nothing, as others may have something
-                self._sum_piece(kind, own[begin : begin + step], total[begin : begin + step])
+            total = result.reshape(-1)
+            for begin, slots in self._pieces_of(key, array):
+                here = total[begin : begin + slots.shape[1]]
+                np.add(slots[0], slots[1], out=here)
+                for rank in range(2, self._size):
+                    np.add(here, slots[rank], out=here)
             return result
 
-    def _sum_piece(self, kind: int, own: np.ndarray, total: np.ndarray) -> None:
+    def gather(self, key: int, array: np.ndarray) -> np.ndarray:
+        """Concatenates flat arrays of all workers in order of rank; for arguments and errors see `sum`."""
+        with self._lock:
+            result = self._result((self._size, array.size), array.dtype)
+            for begin, slots in self._pieces_of(key, array):
+                result[:, begin : begin + slots.shape[1]] = slots
+            return result.reshape(-1)
+
+    def _pieces_of(self, key: int, array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields where each piece of an array begins, and what all workers have written of it: [workers, elements]."""
+        about = zlib.crc32(f"{array.dtype.str} {array.dtype.name} {array.shape}".encode())
+        kind = (key << 32 | about) & (1 << 63) - 1
+        own, step = array.reshape(-1), PIECE // array.itemsize
+        for begin in range(0, max(1, own.size), step):  # a piece even of nothing, as others may have something
+            yield begin, self._exchanged(kind, own[begin : begin + step])
+
+    def _exchanged(self, kind: int, own: np.ndarray) -> np.ndarray:
         self._pieces += 1
         turn = self._pieces & 1
         slots = self._slots[:, turn, : own.nbytes].view(own.dtype)
@@ -89,9 +106,7 @@ class SharedMemorySum:
                 self._wait_for(rank)
             if self._said[rank][1 + turn] != kind:
                 raise OutOfStepError(OUT_OF_STEP.format(max(rank, self._rank), min(rank, self._rank)))
-        np.add(slots[0], slots[1], out=total)
-        for rank in range(2, self._size):
-            np.add(total, slots[rank], out=total)
+        return slots
 
     def _wait_for(self, rank: int) -> None:
         """Waits until another worker has written as many pieces as this one."""

@@ -10,7 +10,7 @@ import functools
 import operator
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -429,6 +429,45 @@ adam_slots = operator.attrgetter("_momentums", "_velocities")
 """The first and the second moments of Adam, one for each variable, which `optimizer.variables` has without a name."""
 optimized_variables = operator.attrgetter("_trainable_variables")
 """The weights that an optimizer was built for; in public it tells only its own variables."""
+
+
+def slots(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns an optimizer's state of each weight; `optimizer.variables` has it without a name, among others.
+
+    Averages of the weights and sums of gradients are not among it.
+    """
+    weights = optimizer._trainable_variables
+    others = "_variables", "_trainable_variables", "_accumulated_gradients", "_model_variables_moving_average"
+    lists = [own for name, own in vars(optimizer).items() if isinstance(own, list | tuple) and name not in others]
+    return [slot for own in lists if len(own) == len(weights) for slot in own if isinstance(slot, keras.Variable)]
+
+
+def set_tensorflow_variable(variable: keras.Variable, value: tf.Variable) -> None:
+    """Puts another variable of TensorFlow behind one of Keras, which keeps its name and shape; nothing public does."""
+    variable._value = value
+
+
+@contextlib.contextmanager
+def known_slices(optimizer: keras.optimizers.Optimizer, slices: Mapping[int, keras.Variable]) -> Iterator[None]:
+    """Lets an optimizer find, within it, the slots of each weight by a slice of it, too, given by its place.
+
+    Only a private table tells the place of a weight.
+    """
+    keys = {optimizer._var_key(part): place for place, part in slices.items()}
+    optimizer._trainable_variables_indices.update(keys)
+    try:
+        yield
+    finally:
+        for key in keys:
+            del optimizer._trainable_variables_indices[key]
+
+
+def update_steps(update: Callable) -> AbstractContextManager[None]:
+    """Replaces, within it, what optimizers do with clipped gradients, weights and learning rate; no hook is there.
+
+    It is `update(optimizer, gradients, variables, rate)`.
+    """
+    return patched((TFOptimizer, "_backend_update_step", lambda theirs: lambda self, *given: update(self, *given)))
 
 
 def places(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> list[int]:

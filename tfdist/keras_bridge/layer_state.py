@@ -13,7 +13,7 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, Re
 
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.keras_bridge import ema, keras_internals, preconditions
+from tfdist.keras_bridge import ema, keras_internals, preconditions, zero
 
 
 class _Traced(threading.local):
@@ -185,7 +185,8 @@ def foreign(model: keras.Model, writes: Iterable[Write]) -> list[Write]:
     others = [w for w in writes if id(w.variable) not in owned and "seed_generator" not in w.variable.name]
     if not others:
         return []
-    owned = _ids(v for optimizer in preconditions.optimizers(model) for v in optimizer.variables)
+    optimizers = preconditions.optimizers(model)
+    owned = _ids(v for optimizer in optimizers for v in [*optimizer.variables, *zero.slices(optimizer)])
     return [w for w in others if id(w.variable) not in owned]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist.config.messages import logger
 from tfdist.distributed.collectives import isolated_sum
 from tfdist.errors import UserError
-from tfdist.keras_bridge import ema, keras_internals
+from tfdist.keras_bridge import ema, keras_internals, zero
 from tfdist.keras_bridge.keras_internals import inner_optimizer
 
 OVERFLOW = 65520.0  # smallest number that is rounded to infinity in float16
@@ -64,6 +64,7 @@ def owned(
     variables: Sequence[keras.Variable] = (),
     factors: Sequence[float] = (),
     in_float16: Collection[int] = (),
+    sliced: zero.SlicedState | None = None,
 ) -> Iterator[OwnedOptimizer]:
     """While an update is traced, keeps a Keras optimizer from reducing again and from averaging weights.
 
@@ -73,15 +74,19 @@ def owned(
     Args:
       factors: on the learning rate of each of `variables`; none for 1.
       in_float16: ids of variables whose gradient one device computes in float16, see `keras_internals.in_float16`.
+      sliced: the optimizer's state, where replicas have slices of it.
     """
-    mine = OwnedOptimizer(optimizer, variables, factors, in_float16)
+    mine = OwnedOptimizer(optimizer, variables, factors, in_float16, sliced)
     base, fused, averages = mine.base, mine.is_fused, mine.averages
     for dtype in {str(v.dtype) for v in variables} & {"bfloat16", "float16"}:
         _warn_of_low_precision(dtype, "" if fused else type(base).__name__)
     with contextlib.ExitStack() as changes:
         base.use_ema = False
         changes.callback(setattr, base, "use_ema", averages)
-        if averages and not fused:
+        if sliced:
+            changes.enter_context(keras_internals.known_slices(base, sliced.slices))
+            changes.enter_context(keras_internals.update_steps(mine.update_slices))
+        if (averages or sliced) and not fused:
             mine.constraints = changes.enter_context(ema.unconstrained(variables))
         changes.enter_context(keras_internals.without_reduction())
         if factors and not fused:
@@ -99,12 +104,16 @@ class OwnedOptimizer:
         variables: Sequence[keras.Variable],
         factors: Sequence[float],
         in_float16: Collection[int],
+        sliced: zero.SlicedState | None,
     ):
-        self._optimizer, self._in_float16 = optimizer, in_float16
+        self._optimizer, self._in_float16, self._sliced = optimizer, in_float16, sliced
         self.base = base = inner_optimizer(optimizer)
         self._factors = {keras_internals.variable_key(base, v): f for v, f in zip(variables, factors)}
         self.is_fused = is_fused(optimizer)
-        self._places = keras_internals.places(base, variables) if self.is_fused else []
+        self._places = keras_internals.places(base, variables) if self.is_fused or sliced else []
+        if sliced and factors:
+            own = [(sliced.slices[place], f) for place, f in zip(self._places, factors) if place in sliced.slices]
+            self._factors |= {keras_internals.variable_key(base, part): f for part, f in own}
         self.averages = base.use_ema  # whether it keeps moving averages of the weights
         self.constraints: ema.Constraints = {}  # those that Keras is kept from
 
@@ -132,12 +141,40 @@ class OwnedOptimizer:
             raise UserError("no trainable variable has a gradient: the loss does not depend on the model's weights")
         if self._optimizer is not self.base and self._in_float16:
             grads = [_overflowed(g) if id(v) in self._in_float16 else g for g, v in zip(grads, variables)]
+        before = tf.identity(keras_internals.counter(self.base).value)
+        if self._sliced and (self._optimizer is not self.base or self.base.gradient_accumulation_steps):
+            for place, variable in zip(self._places, variables):
+                self._sliced.load(place, variable)  # as the weight is, if this turns out to be no update
         if not self.is_fused:
             self._apply_keras(grads, variables, penalty_grads)
         elif self._optimizer is self.base:
             self._apply_fused(_added(grads, penalty_grads), variables, after)
         else:
             self._apply_scaled(grads, variables, penalty_grads)
+        if self._sliced:
+            pairs = zip(self._places, variables, grads, penalty_grads)
+            updated = {place: v for place, v, *own in pairs if not own[0] is own[1] is None}
+            self._sliced.spread(updated, tf.minimum(before, 0))
+            self._after_slices(updated, variables, before)
+
+    def update_slices(
+        self, optimizer: keras.optimizers.Optimizer, grads: list[tf.Tensor], variables: list[keras.Variable], rate: Any
+    ) -> None:
+        """Makes an optimizer of Keras update this replica's slices; replicas cannot meet within its branches."""
+        assert self._sliced is not None
+        for place, grad, variable in zip(keras_internals.places(optimizer, variables), grads, variables):
+            grad, part = self._sliced.taken(place, grad, variable)
+            optimizer.update_step(grad, part.value, rate)
+
+    def _after_slices(
+        self, updated: dict[int, keras.Variable], variables: list[keras.Variable], before: tf.Tensor
+    ) -> None:
+        """Averages and constrains weights, which needs whole ones."""
+        counted = tf.not_equal(before, tf.identity(keras_internals.counter(self.base).value))
+        if self.averages:
+            ema.add(self.base, variables, before, counted)
+        constraints = self.constraints or {id(v): v.constraint for v in variables if v.constraint is not None}
+        ema.constrain(constraints, list(updated.values()), counted)
 
     def _apply_keras(self, grads: Gradients, variables: list[keras.Variable], penalty_grads: Gradients) -> None:
         # The optimizer divides by its loss scale; nobody has multiplied the loss by a `loss_scale_factor`.
@@ -154,7 +191,7 @@ class OwnedOptimizer:
         # needs as many gradients as it has variables.
         self._optimizer.apply_gradients(list(zip(grads, variables)))
         updated = tf.not_equal(before, tf.identity(counter))
-        if self.averages:
+        if self.averages and not self._sliced:
             ema.add(self.base, variables, before, updated)
             present = [v for g, v in zip(grads, variables) if g is not None]
             ema.constrain(self.constraints, present, updated)
@@ -205,9 +242,9 @@ class OwnedOptimizer:
             tf.cond(tf.equal((before + 1) % steps, 0), update, add)
         else:
             self._update(grads, variables, after)
-        if self.averages:
+        if self.averages and not self._sliced:
             ema.add(optimizer, variables, before, None)
-        for grad, variable in zip(grads, variables):
+        for grad, variable in zip(grads, variables) if not self._sliced else ():
             if grad is not None and variable.constraint is not None:
                 variable.assign(variable.constraint(variable))
         # The variable's own assign_add would gather all replicas; each adds to its copy instead.
@@ -229,6 +266,8 @@ class OwnedOptimizer:
         # need not exist yet.
         with tf.control_dependencies(after):
             for i, grad, variable in triples:
+                if self._sliced:
+                    grad, variable = self._sliced.taken(i, grad, variable)
                 update(i, tf.cast(grad, variable.dtype), variable)
 
     def _adam(self, rate: tf.Tensor) -> Callable[[int, tf.Tensor, keras.Variable], None]:

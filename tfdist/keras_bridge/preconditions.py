@@ -25,7 +25,7 @@ EVALUATION = ("test_step", "compute_loss", "compute_metrics", "get_metrics_resul
 PREDICTION = ("predict_step",)  # the method that decides what is predicted
 UNUSED = ("make_train_function", "make_test_function", "make_predict_function", "reset_metrics")
 """Methods in whose place tfdist does something else."""
-OF_OUR_STEP = ("accumulate", "virtual_replicas", "reduce_dtype", "lr_multipliers", "layer_decay")
+OF_OUR_STEP = ("accumulate", "virtual_replicas", "reduce_dtype", "lr_multipliers", "layer_decay", "zero_stage")
 """Options that a step of the model's own knows nothing of."""
 
 PADDED = (

@@ -16,6 +16,7 @@ from tfdist.distributed import collectives
 from tfdist.distributed.collectives import isolated_sum, sum_in_order
 from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge import batch_norm, gathering, keras_internals, layer_state, optimizer_update, preconditions
+from tfdist.keras_bridge.zero import SlicedState
 from tfdist.step import virtual_replicas
 from tfdist.step.batch_loop import CallResult, StepOutput, batch_loop, next_batch, per_replica
 from tfdist.step.replica import Replica, StepSums, timed
@@ -32,6 +33,7 @@ class TrainingOptions:
     norm: bool = False  # compute the gradient norm of the last update
     factors: tuple[float, ...] = ()
     """Learning rate multiplier of each trainable variable, as `layerwise_rates` gives them; none for 1."""
+    sliced: SlicedState | None = None  # the optimizer's state, where replicas have slices of it
 
 
 def training_call(replica: Replica, layout: Layout, losses: int, options: TrainingOptions) -> Callable[..., CallResult]:
@@ -61,7 +63,7 @@ def train_step(
     variables = model.trainable_variables
     with (
         optimizer_update.owned(
-            model.optimizer, variables, options.factors, keras_internals.in_float16(model)
+            model.optimizer, variables, options.factors, keras_internals.in_float16(model), options.sliced
         ) as optimizer,
         replica.tracing(),
         keras_internals.sums_in_order() if layout.virtual else contextlib.nullcontext(),

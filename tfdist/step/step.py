@@ -17,7 +17,7 @@ from tfdist.data.sources import Source
 from tfdist.data.structures import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions
+from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions, zero
 from tfdist.keras_bridge.loss import SAMPLE_ROWS
 from tfdist.step import own_step
 from tfdist.step.batch_loop import LastLogs, LogNames, Totals
@@ -71,6 +71,7 @@ class Step:
         norm: bool = False,
         factors: tuple[float, ...] = (),
         count: int | None = None,
+        sliced: zero.SlicedState | None = None,
     ) -> Callable:
         """Returns a compiled function for a layout, made once; for the options see `TrainingOptions`.
 
@@ -81,7 +82,7 @@ class Step:
         if count is not None:
             layout = dataclasses.replace(layout, batch=count)
         # Of virtual replicas one function computes batches of any length: the end of a call depends on time.
-        options = TrainingOptions(full and not layout.virtual, reduce_dtype, norm, factors)
+        options = TrainingOptions(full and not layout.virtual, reduce_dtype, norm, factors, sliced)
         key = (kind, layout, options, self.replica.bare)
         if key not in self._compiled:
             if not kind.startswith("predict"):

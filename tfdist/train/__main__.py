@@ -70,6 +70,8 @@ def _check(experiment: config.Experiment, environment: runtime_options.Environme
     validation.validate(experiment)
     if environment.topology and experiment.train.virtual_replicas:
         raise UserError("--topology compiles the step without virtual replicas", "set train.virtual_replicas=0")
+    if environment.topology and experiment.train.zero_stage:
+        raise UserError("--topology compiles the step with whole optimizer state", "set train.zero_stage=0")
     ahead_of_time.check(environment)
     schedule.interval("checkpoint.every", experiment.checkpoint.every)
     schedule.better(experiment.checkpoint.best)

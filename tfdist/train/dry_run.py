@@ -20,7 +20,7 @@ from tfdist.distributed.connect import Placement
 from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.gpus import DriverGPU
 from tfdist.errors import UserError, shown
-from tfdist.keras_bridge import keras_internals
+from tfdist.keras_bridge import keras_internals, zero
 from tfdist.models import layerwise_rates
 from tfdist.step import step_calls
 from tfdist.topology import known
@@ -38,7 +38,7 @@ def rehearse(
         spec = known.find(topology)
         limits = {f"a {spec.device} of --topology={topology}": spec.memory}
     with distribution.scope():
-        needs = memory(model, limits)
+        needs = memory(model, limits, distribution, experiment.train.zero_stage)
     if metrics := early_stopping.monitored(experiment, model):
         # Builds the metrics, as a training does.
         step_calls.step_of(model, distribution, prepared.data.train).prepare_training()
@@ -69,18 +69,28 @@ class Memory(NamedTuple):
     weights: int
     gradients: int
     optimizer: int
+    sliced: int  # of the optimizer, with train.zero_stage=1
+
+    @property
+    def total(self) -> int:
+        """All of them, with the optimizer as it is now."""
+        return self.weights + self.gradients + self.optimizer
 
 
-def memory(model: keras.Model, available: Mapping[str, float]) -> Memory:
+def memory(model: keras.Model, available: Mapping[str, float], distribution: Distribution, zero_stage: int) -> Memory:
     """Returns the bytes that a replica of a built model needs; UserError if less is `available`, by device."""
     optimizer = keras_internals.inner_optimizer(model.optimizer)
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
-    needed = Memory(_bytes(model.variables), _bytes(model.trainable_variables), _bytes(optimizer.variables))
+    zero.ready(model, distribution, zero_stage)
+    whole = _bytes(optimizer.variables)
+    sliced = whole - zero.saved_bytes(optimizer, distribution)
+    state = sliced if zero_stage else whole
+    needed = Memory(_bytes(model.variables), _bytes(model.trainable_variables), state, sliced)
     for name, size in available.items():
-        if sum(needed) > size:
+        if needed.total > size:
             raise UserError(
-                f"a replica needs {sized(sum(needed))} for weights, gradients and optimizer, "
+                f"a replica needs {sized(needed.total)} for weights, gradients and optimizer, "
                 f"{name} has {sized(size)} for it",
                 "use a smaller model or fewer replicas",
             )
@@ -106,7 +116,7 @@ def lines(
     shared = f"in {exact} virtual replicas over" if exact else f"{layout.max_rows} examples per replica,"
     micro = f" in {plan.accumulate} micro-batches of {layout.max_micro_rows}" if plan.accumulate > 1 else ""
     every = "every epoch" if plan.eval_every == 1 else f"every {plan.eval_every} epochs"
-    size = f"{sized(sum(needs))} per replica: weights {sized(needs.weights)}, gradients {sized(needs.gradients)},"
+    size = f"{sized(needs.total)} per replica: weights {sized(needs.weights)}, gradients {sized(needs.gradients)},"
     factors = layerwise_rates.factors(model, field_syntax.layer_rates(optimizer), optimizer.layer_decay)
     rows = [
         ("data", f"{experiment.data.name}, {plan.examples:,} examples, {list(data.spec.shape)} {data.spec.dtype}"),
@@ -120,6 +130,7 @@ def lines(
         ("model", f"{experiment.model.name}, {model.count_params():,} parameters, {train.precision}"),
         ("memory", size),
         ("", f"optimizer {sized(needs.optimizer)}; activations come on top"),
+        *([("", f"with train.zero_stage=1 optimizer {sized(needs.sliced)}")] if needs.sliced < needs.optimizer else []),
         *((name, text) for name in ("loss", "metrics", "callbacks") if (text := getattr(train, name))),
         ("folder", folder),
     ]

@@ -47,6 +47,7 @@ class Preparation:
             "batch_size": train.batch_size,
             "accumulate": train.accumulate,
             "virtual_replicas": train.virtual_replicas,
+            "zero_stage": train.zero_stage,
             "shuffle": self.experiment.data.shuffle,
             "seed": self.experiment.seed,
             "class_weight": self.class_weights,

@@ -125,6 +125,14 @@ def is_chief_only(callback: keras.callbacks.Callback) -> bool:
     return isinstance(callback, WRITERS) if chief_only is None else bool(chief_only)
 
 
+def no_whole_optimizer(callbacks: keras.callbacks.CallbackList, distribution: Distribution) -> None:
+    """Refuses callbacks that write the optimizer within `fit`, where each of several workers has slices of it."""
+    for callback in map(_original, callbacks.callbacks if distribution.workers > 1 else []):
+        if isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore):
+            what = f"{type(callback).__name__} writes the optimizer, of which each worker has slices with zero_stage=1"
+            raise UserError(what, "save the model after fit, or give fit checkpoints of tfdist")
+
+
 def needs_every_batch(callback: keras.callbacks.Callback, kind: str = "train") -> bool:
     """Returns whether a callback needs a call for every single update, or batch of a `test` or `predict`."""
     callback = _original(callback)

@@ -17,7 +17,7 @@ from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.keras_bridge import preconditions
+from tfdist.keras_bridge import preconditions, zero
 from tfdist.trainer import agreement
 from tfdist.trainer.callbacks import Callbacks
 from tfdist.trainer.evaluation import Data, limited
@@ -61,6 +61,7 @@ def fit(
     evaluate_ema: bool = False,
     lr_multipliers: Mapping[str, float] | None = None,
     layer_decay: float = 1.0,
+    zero_stage: int = 0,
     check_agreement: str = "auto",
     should_stop: Callable[[], str] = agreement.never,
 ) -> keras.callbacks.History:
@@ -107,6 +108,8 @@ def fit(
       lr_multipliers: factors on the optimizer's learning rate and weight decay, by pattern for names of layers:
         `{"head*": 10.0}`.
       layer_decay: factor on both from each layer to the one below it; see `layerwise_rates.factors`.
+      zero_stage: 1 to keep a slice of the optimizer's state on each replica, with the same result; for optimizers of
+        Keras that update each element by itself. Outside of `fit` the state is whole. 0 for all of it on each.
       check_agreement: with several replicas, compute a few rows on one replica and on all before the first update, and
         stop if losses, metrics or gradient differ: `on`, `off`, or `auto` to leave out models that have passed before.
       should_stop: asked after every call; a reason, on any worker, ends the
@@ -141,6 +144,7 @@ def fit(
     own, asked = preconditions.replaced(model, preconditions.TRAINING), options.changed(preconditions.OF_OUR_STEP)
     if own and asked:
         raise UserError(f"{asked[0]} cannot be used with a model that has its own {own}", "leave it out")
+    zero.ready(model, options.distribution, options.zero_stage)
     return FitLoop(plan_training(model, source, options)).run()
 
 

@@ -15,7 +15,7 @@ from tfdist.checkpoints.resume import Position
 from tfdist.config.messages import logger
 from tfdist.data import batches
 from tfdist.errors import Interrupted, UserError
-from tfdist.keras_bridge import ema, keras_internals, layer_state, metrics, preconditions
+from tfdist.keras_bridge import ema, keras_internals, layer_state, metrics, preconditions, zero
 from tfdist.step import step_calls
 from tfdist.step.batch_loop import CallResult, LastLogs, Totals
 from tfdist.step.step_calls import NotFinite, OutOfMemory
@@ -58,6 +58,7 @@ class FitLoop:
             metrics.counting_resets(self._model),
             callbacks_lib.chief_alone(self._callbacks, distribution),
             answering_callbacks(self._model, distribution, options.virtual_replicas, options.check_agreement),
+            zero.whole_after(self._model, distribution),
         ):
             self._begin()
             while self._goes_on():
@@ -65,6 +66,7 @@ class FitLoop:
                     self._run_epoch()
                 except Interrupted:
                     self._checkpoints.end(self._position)
+                    zero.end(self._model)
                     raise
                 except (NotFinite, OutOfMemory) as error:
                     self._recover(error)
@@ -72,6 +74,7 @@ class FitLoop:
             self._check_again(0, last=True)
             self._sync_check.check(self._model, "after the last update")
             self._checkpoints.end(self._position)
+            zero.end(self._model)
             ema.finalize(keras_internals.inner_optimizer(self._model.optimizer), self._model.trainable_variables)
             self._callbacks.on_train_end(self._logs)
             self._sync_check.check(self._model, "at the end of fit")
@@ -88,6 +91,10 @@ class FitLoop:
         if epoch:
             self._position = self._plan.start_of(epoch)
         self._start = start = dataclasses.replace(self._position)
+        self._sliced: zero.SlicedState | None = None
+        if self._options.zero_stage:
+            callbacks_lib.no_whole_optimizer(self._callbacks, self._distribution)
+            self._sliced = zero.begin(self._model, self._distribution)
         self._prepare_calls()
         self._position = self._checkpoints.begin(start, rollback=self._options.on_nonfinite == "rollback")
         self._model.stop_training = self._position.stopped  # scripts ask it afterwards
@@ -234,7 +241,7 @@ class FitLoop:
             return False
         waited = time.perf_counter() - read_began
         dtype, factors = self._options.reduce_dtype, plan.lr_factors
-        call = step.compiled("train", plan.layout, part.full, dtype, self._norm, factors, part.count)
+        call = step.compiled("train", plan.layout, part.full, dtype, self._norm, factors, part.count, self._sliced)
         if self._compiled is not keras_internals.compiled_loss(model):
             what = "a callback compiled the model within fit, which goes on with the step that it began with"
             raise UserError(what, "call fit anew after compile()")

@@ -19,7 +19,7 @@ from tfdist.data.structures import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions
+from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions, zero
 from tfdist.step import step_calls
 from tfdist.step.batch_loop import CallResult, as_python
 from tfdist.verification import equivalence_check
@@ -189,6 +189,7 @@ class _OnBatch:
 
     def _prepare_training(self, source: sources.Source, options: _Options) -> None:
         step, model, distribution = self.step, self.step.model, self.step.distribution
+        zero.ready(model, distribution, 0)
         step_calls.trains(model)
         step.prepare_training()
         if not model.trainable_variables:

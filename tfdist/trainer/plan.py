@@ -57,6 +57,7 @@ class FitOptions:
     evaluate_ema: bool = False
     lr_multipliers: Mapping[str, float] | None = None
     layer_decay: float = 1.0
+    zero_stage: int = 0
     check_agreement: str = "auto"
     should_stop: Callable[[], str] = agreement.never
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import TrainingError
-from tfdist.keras_bridge import keras_internals, preconditions
+from tfdist.keras_bridge import keras_internals, preconditions, zero
 
 EVERY = 1000  # updates between two comparisons
 _BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
@@ -46,7 +46,9 @@ class ReplicaSyncCheck:
             return
         variables = [*model.trainable_variables, *keras_internals.fixed_variables(model)]
         if self._optimizers:
-            variables += [v for optimizer in preconditions.optimizers(model) for v in optimizer.variables]
+            optimizers = preconditions.optimizers(model)
+            sliced = zero.slots(optimizers)  # of which each replica has its own
+            variables += [v for optimizer in optimizers for v in optimizer.variables if id(v) not in sliced]
         local = [sums.numpy().tolist() for sums in self._checksums(variables)]
         digest = [hashlib.sha256(repr(sums).encode()).hexdigest() for sums in local]
         gather, place_of = self._distribution.peers.gather, self._distribution.place_of

@@ -107,7 +107,7 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
     """Builds the strategy of one replica on device `name` of this process, and Horovod between the processes."""
     import tensorflow as tf
 
-    from tfdist.distributed.collectives import bucketed
+    from tfdist.distributed.collectives import bucketed, gather_by_sum
 
     def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return hvd.grouped_allreduce(tensors, op=hvd.Sum) if tensors else []
@@ -118,6 +118,9 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
         # It knows no bfloat16; a sum in float32 is at least as good.
         known = [tf.cast(t, tf.float32) if t.dtype == tf.bfloat16 else t for t in tensors]
         return [tf.cast(s, t.dtype) for s, t in zip(bucketed(known, reduce), tensors)]
+
+    def all_gather(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return tensors if hvd.size() == 1 else gather_by_sum(tensors, all_sum, hvd.rank(), hvd.size())
 
     def average(variables: list[keras.Variable]) -> None:
         totals = all_sum([tf.convert_to_tensor(v.value) for v in variables])
@@ -143,6 +146,7 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
         jit=jit,
         replica_id=hvd.rank,
         all_sum=all_sum,
+        all_gather=all_gather,
         average=average,
         broadcast=broadcast,
         communication="horovod",

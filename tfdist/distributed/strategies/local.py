@@ -39,6 +39,9 @@ def mirrored(names: tuple[str, ...], reason: str, jit: str = "off") -> Distribut
     def all_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
 
+    def all_gather(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return [tf.distribute.get_replica_context().all_gather(tensor, 0) for tensor in tensors]
+
     def average(variables: list[keras.Variable]) -> None:
         for variable in variables:
             copies = getattr(variable.value, "values", (variable.value,))
@@ -57,5 +60,6 @@ def mirrored(names: tuple[str, ...], reason: str, jit: str = "off") -> Distribut
         local=strategy.experimental_local_results,
         replica_id=lambda: tf.distribute.get_replica_context().replica_id_in_sync_group,
         all_sum=all_sum,
+        all_gather=all_gather,
         average=average,
     )

@@ -75,8 +75,8 @@ class Ring:
 class SharedMemory:
     """All-reduces through the memory of the host; a tf.function makes these sums in the order of its trace."""
 
-    def __init__(self, through: SharedMemorySum):
-        self._through = through
+    def __init__(self, through: SharedMemorySum, workers: int):
+        self._through, self._workers = through, workers
         self._used = 0
 
     def reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -92,6 +92,20 @@ class SharedMemory:
             total.set_shape(tensor.shape)
             sums.append(tf.cast(total, tensor.dtype))
         return sums
+
+    def gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Concatenates each flat tensor over all replicas."""
+        import tensorflow as tf
+
+        wholes = []
+        for tensor in tensors:
+            self._used += 1
+            bits = tf.bitcast(tensor, tf.uint8)  # NumPy does not know bfloat16
+            gather = functools.partial(self._through.gather, self._used)
+            whole = tf.numpy_function(gather, [tf.reshape(bits, [-1])], tf.uint8)
+            whole = tf.bitcast(tf.reshape(whole, [-1, tensor.dtype.size]), tensor.dtype)
+            wholes.append(tf.ensure_shape(whole, [self._workers * tensor.shape[0]]))
+        return wholes
 
 
 HEARTBEAT_S = 10  # TensorFlow's own heartbeats; `Peers` is faster and can say who
@@ -126,6 +140,12 @@ def create(
     def all_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return collectives.bucketed(tensors, reduce, bucket)
 
+    def all_gather(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        if shared:
+            return in_memory.gather(tensors)
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return collectives.gather_by_sum(tensors, all_sum, replica, replicas)
+
     averages: dict[tuple[int, ...], Callable[[], None]] = {}  # a compiled function for each list of variables
 
     def average(variables: list[keras.Variable]) -> None:
@@ -141,7 +161,8 @@ def create(
 
     shared = shared_memory_sum.between(peers) if may_share else None
     if shared:
-        reduce = SharedMemory(shared).reduce
+        in_memory = SharedMemory(shared, replicas)
+        reduce = in_memory.reduce
     elif communication == "ring" and len(names) == 1:
         reduce = Ring(replicas, names[0]).reduce
     else:
@@ -162,6 +183,7 @@ def create(
         local=strategy.experimental_local_results,
         replica_id=lambda: tf.distribute.get_replica_context().replica_id_in_sync_group,
         all_sum=all_sum,
+        all_gather=all_gather,
         average=average,
         creating=_saying_what_cannot_travel,
         peers=peers,
