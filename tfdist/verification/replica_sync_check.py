@@ -16,6 +16,7 @@ from tfdist.errors import TrainingError
 from tfdist.keras_bridge import keras_internals, preconditions, zero
 
 EVERY = 1000  # updates between two comparisons
+PIECE = 1 << 16  # elements of a weight that are summed at a time
 _BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
@@ -102,9 +103,22 @@ def check_weights(model: keras.Model, distribution: Distribution, when: str) -> 
 
 
 def _checksum(weight: tf.Tensor) -> tf.Tensor:
-    """Returns the sum of the bits, and of the bits times odd numbers, which a swap changes too; both modulo 2^64."""
+    """Returns the sum of the bits, and of the bits times odd numbers, which a swap changes too; both modulo 2^64.
+
+    By pieces: as 64-bit integers, all of a large weight would take several times its memory.
+    """
     weight = tf.cast(weight, tf.int8) if weight.dtype == tf.bool else weight
-    bits = tf.bitcast(weight, _BITS[weight.dtype.size])
-    bits = tf.cast(tf.reshape(bits, [-1]), tf.int64)
-    odd = 2 * tf.range(tf.size(bits, tf.int64), dtype=tf.int64) + 1
-    return tf.stack([tf.reduce_sum(bits), tf.reduce_sum(bits * odd)])
+    bits = tf.reshape(tf.bitcast(weight, _BITS[weight.dtype.size]), [-1])
+
+    def with_piece(start: tf.Tensor, size: int, sums: tf.Tensor) -> tf.Tensor:
+        piece = tf.cast(tf.slice(bits, [start], [size]), tf.int64)
+        odd = 2 * tf.range(start, start + size) + 1
+        return sums + tf.stack([tf.reduce_sum(piece), tf.reduce_sum(piece * odd)])
+
+    whole = bits.shape[0] // PIECE * PIECE
+    sums = with_piece(tf.constant(whole, tf.int64), bits.shape[0] - whole, tf.zeros([2], tf.int64))
+    if whole:
+        next_piece = lambda start, sums: (start + PIECE, with_piece(start, PIECE, sums))
+        start = tf.zeros([], tf.int64), sums
+        sums = tf.while_loop(lambda start, _: start < whole, next_piece, start, parallel_iterations=1)[1]
+    return sums
