@@ -25,6 +25,7 @@ from tfdist.step.replica import Replica
 from tfdist.step.step import Step, spread_over
 from tfdist.verification import user_code
 
+PIECE = 1 << 16  # numbers that are compared at a time
 STATE, METRIC, OUTPUT = "the variable", "metric", "output"  # prefixes of the names of some values
 
 
@@ -50,13 +51,12 @@ class ProbeResult(NamedTuple):
         return distances
 
 
-def _as_numbers(value: tf.Tensor) -> np.ndarray:
-    """Returns a value as numbers; text as it is."""
-    array = np.asarray(tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value)
-    return array if array.dtype.kind in "OSU" else array.astype(np.float64)
+def _as_array(value: tf.Tensor) -> np.ndarray:
+    return np.asarray(tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value)
 
 
 def _relative(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    """Returns the norm of the difference over that of `ours`, in float64, by pieces: gradients may be gigabytes."""
     size = apart = 0.0
     for a, b in zip(ours, theirs, strict=True):
         if a.shape != b.shape:
@@ -65,12 +65,15 @@ def _relative(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
             apart += float((a != b).sum())
             size += a.size
             continue
-        alike = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities, too
-        difference = np.where(alike, 0.0, a) - np.where(alike, 0.0, b)
-        if not np.isfinite(difference).all():
-            return np.inf
-        apart += np.square(difference).sum()
-        size += np.square(np.where(np.isfinite(a), a, 0.0)).sum()
+        a, b = a.reshape(-1), b.reshape(-1)
+        for start in range(0, a.size, PIECE):
+            one, other = (array[start : start + PIECE].astype(np.float64) for array in (a, b))
+            alike = (one == other) | (np.isnan(one) & np.isnan(other))  # infinities, too
+            difference = np.where(alike, 0.0, one) - np.where(alike, 0.0, other)
+            if not np.isfinite(difference).all():
+                return np.inf
+            apart += np.square(difference).sum()
+            size += np.square(np.where(np.isfinite(one), one, 0.0)).sum()
     return float(np.sqrt(apart) / max(np.sqrt(size), 1e-6)) if apart else 0.0
 
 
@@ -199,10 +202,10 @@ class EquivalenceProbe:
                 "--check_agreement=off",
             )
         self.computed_whole |= whole
-        arrays = {name: _as_numbers(value) for name, value in values.items()}
+        arrays = {name: _as_array(value) for name, value in values.items()}
         if backwards:
             arrays.update({name: value[::-1] for name, value in arrays.items() if name.startswith(OUTPUT)})
-        return ProbeResult(arrays, [_as_numbers(g) for g in gradient])
+        return ProbeResult(arrays, [_as_array(g) for g in gradient])
 
     def _function(self, whole: bool) -> _Function:
         if whole in self._compiled:
