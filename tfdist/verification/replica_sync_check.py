@@ -6,7 +6,7 @@ alone, or memory or a network is broken. Then every further update would be sile
 
 import hashlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -50,12 +50,14 @@ class ReplicaSyncCheck:
             optimizers = preconditions.optimizers(model)
             sliced = zero.slots(optimizers)  # of which each replica has its own
             variables += [v for optimizer in optimizers for v in optimizer.variables if id(v) not in sliced]
-        local = [sums.numpy().tolist() for sums in self._checksums(variables)]
-        digest = [hashlib.sha256(repr(sums).encode()).hexdigest() for sums in local]
         gather, place_of = self._distribution.peers.gather, self._distribution.place_of
+        shapes = [tuple(variable.shape) for variable in variables]
+        digest = [hashlib.sha256(repr((shapes, sums)).encode()).hexdigest() for sums in self._checksums(variables)]
         if len({d for worker in gather(f"the weights {when}", digest) for d in worker}) == 1:
             return
-        sums = [own for worker in gather("the weights in detail", local) for own in worker]
+        alone = [self._checksums([variable]) for variable in variables]
+        detail = [[sums[i] for sums in alone] for i in range(len(digest))]
+        sums = [own for worker in gather("the weights in detail", detail) for own in worker]
         for i, variable in enumerate(variables):
             different = [place_of(r) for r, own in enumerate(sums) if own[i : i + 1] != sums[0][i : i + 1]]
             if different:
@@ -69,22 +71,32 @@ class ReplicaSyncCheck:
             "optimizer on all workers alike"
         )
 
-    def _checksums(self, variables: list[keras.Variable]) -> tuple[tf.Tensor, ...]:
-        """Returns two numbers per variable, int64 [variables, 2], of each replica of this worker."""
+    def _checksums(self, variables: list[keras.Variable]) -> list[list]:
+        """Returns the checksums of each replica of this worker, as `_checksums_of` computes them."""
+        distribution = self._distribution
+        if distribution.static_shapes:
+            return [sums.numpy().tolist() for sums in self._compiled(variables)()]
+        sums = []
+        for i, device in enumerate(distribution.devices):
+            copies = [own[i % len(own)] for own in map(keras_internals.copies, variables)]
+            with tf.device(device):  # one by one: tracing takes a hundred times as long
+                sums.append(_checksums_of(copies).numpy().tolist())
+        return sums
+
+    def _compiled(self, variables: list[keras.Variable]) -> Callable[[], tuple[tf.Tensor, ...]]:
+        """Returns the same as a function for TPUs, which would compile each operation by itself."""
         ids = [id(variable) for variable in variables]
         if self._traced[0] != ids:
             distribution = self._distribution
 
             def of_replica() -> tf.Tensor:
-                if not variables:  # a model of Rescaling alone: nothing to stack
-                    return tf.zeros([0, 2], tf.int64)
-                return tf.stack([_checksum(tf.convert_to_tensor(v.value)) for v in variables])
+                return _checksums_of([variable.value for variable in variables])
 
             def checksums() -> tuple[tf.Tensor, ...]:  # a scope on a TPU cannot be named <lambda>
                 return distribution.local(distribution.run(of_replica, ()))
 
             self._traced = ids, tf.function(checksums, autograph=False)
-        return self._traced[1]()
+        return self._traced[1]
 
 
 _CHECKS_OF_WEIGHTS: dict[int, tuple[tf.distribute.Strategy, ReplicaSyncCheck]] = {}
@@ -102,13 +114,24 @@ def check_weights(model: keras.Model, distribution: Distribution, when: str) -> 
     check.check(model, when)
 
 
-def _checksum(weight: tf.Tensor) -> tf.Tensor:
-    """Returns the sum of the bits, and of the bits times odd numbers, which a swap changes too; both modulo 2^64.
+def _checksums_of(variables: Sequence[tf.Variable]) -> tf.Tensor:
+    """Returns a checksum of each large variable, and of all small ones of a type together, int64 [checksums, 2]."""
+    parts: dict[object, list[tf.Tensor]] = {}
+    for variable in variables:
+        value = tf.convert_to_tensor(variable)
+        value = tf.cast(value, tf.int8) if value.dtype == tf.bool else value
+        bits = tf.reshape(tf.bitcast(value, _BITS[value.dtype.size]), [-1])
+        parts.setdefault(bits.dtype if bits.shape[0] < PIECE else id(variable), []).append(bits)
+    # A model of Rescaling alone has nothing to stack.
+    sums = [_checksum(tf.concat(bits, 0) if len(bits) > 1 else bits[0]) for bits in parts.values()]
+    return tf.stack(sums) if sums else tf.zeros([0, 2], tf.int64)
+
+
+def _checksum(bits: tf.Tensor) -> tf.Tensor:
+    """Returns the sum of numbers, and of them times odd ones, which a swap changes too; both modulo 2^64.
 
     By pieces: as 64-bit integers, all of a large weight would take several times its memory.
     """
-    weight = tf.cast(weight, tf.int8) if weight.dtype == tf.bool else weight
-    bits = tf.reshape(tf.bitcast(weight, _BITS[weight.dtype.size]), [-1])
 
     def with_piece(start: tf.Tensor, size: int, sums: tf.Tensor) -> tf.Tensor:
         piece = tf.cast(tf.slice(bits, [start], [size]), tf.int64)
