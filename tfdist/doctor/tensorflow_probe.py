@@ -5,7 +5,6 @@ cannot be taken back: `python -m tfdist.doctor.tensorflow_probe` prints its answ
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import math
@@ -13,20 +12,13 @@ import os
 import pathlib
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 from tfdist.distributed import child_process, gpus, tf_devices
 from tfdist.doctor.check import Finding, fail, ok, refused, warn
-from tfdist.errors import UserError, one_line
+from tfdist.errors import UserError
 
 CUDA = "pip install 'tfdist[cuda]'"
-_SONAMES = {
-    "12": ("libcudart.so.12", "libcublas.so.12", "libcublasLt.so.12", "libcufft.so.11", "libcusolver.so.11",
-           "libcusparse.so.12"),
-    "13": ("libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13", "libcufft.so.12", "libcusolver.so.12",
-           "libcusparse.so.12"),
-}  # fmt: skip
-"""Libraries that TensorFlow loads before it lists a GPU, by CUDA's major version: without one of them it sees none."""
 _SIGNS = ("dlopen", "cuInit", "libcud", "cuda drivers", "driver version", "CUDA_ERROR", "Skipping registering")
 
 
@@ -39,7 +31,6 @@ class Answer:
     cuda: str = ""  # the version that this wheel was built for; empty if it was built without
     gpus: tuple[str, ...] = ()  # names of those that it sees, in its order
     said: tuple[str, ...] = ()  # about GPUs while it looked for them
-    unloadable: tuple[str, ...] = ()  # libraries of CUDA that it needs and that do not load, each with the reason
     problem: str = ""  # why there is no answer
 
 
@@ -115,9 +106,7 @@ def _why(answer: Answer) -> tuple[str, str]:
     if not answer.cuda:
         return "this wheel was built without CUDA", f"pip uninstall -y tensorflow-cpu tensorflow, then {CUDA}"
     if "dlopen" in said or "Skipping registering" in said:
-        which = ", ".join(answer.unloadable[:3])
-        which += f" and {len(answer.unloadable) - 3} more" if len(answer.unloadable) > 3 else ""
-        return f"CUDA's libraries do not load{which and ': '}{which}", CUDA
+        return "CUDA's libraries do not load", CUDA
     if "insufficient" in said or "forward compatibility" in said:
         return "the driver is too old for this CUDA", f"update the driver to one for CUDA {answer.cuda} or newer"
     if "Could not find cuda drivers" in said:
@@ -144,41 +133,6 @@ def names(answer: Answer, survey: gpus.Survey, environ: Mapping[str, str]) -> di
 # -- in the process that has TensorFlow ---------------------------------------------------
 
 
-def needed(cuda: str, cudnn: str) -> tuple[str, ...]:
-    """Returns the names of the libraries that TensorFlow loads; none for a CUDA that nobody has looked at."""
-    names = _SONAMES.get(cuda.partition(".")[0], ())
-    major = cudnn.partition(".")[0]
-    return (*names, f"libcudnn.so.{major}") if names and major.isdigit() else names
-
-
-def pip_folders(paths: Iterable[str] | None = None) -> list[pathlib.Path]:
-    """Returns where pip puts CUDA's libraries, beside TensorFlow, which looks there first."""
-    places = sys.path if paths is None else paths
-    return [folder for place in places for folder in sorted(pathlib.Path(place).glob("nvidia/*/lib"))]
-
-
-def unloadable(names: Iterable[str], folders: Sequence[pathlib.Path]) -> tuple[str, ...]:
-    """Loads each library by name, as TensorFlow does, and returns those that do not, each with the reason.
-
-    They may be in these folders besides the system's own places and LD_LIBRARY_PATH.
-    """
-    problems = []
-    for name in names:
-        there = [folder / name for folder in folders if (folder / name).exists()]
-        reason = ""
-        for path in [*map(str, there), name]:
-            try:
-                ctypes.CDLL(path)
-                reason = ""
-                break
-            except OSError as error:
-                reason = reason or one_line(error, 160)
-        if reason:
-            missing = "No such file" in reason and not there
-            problems.append(f"{name} (not found)" if missing else f"{name} ({reason.removeprefix(name + ': ')})")
-    return tuple(problems)
-
-
 def _look() -> dict[str, object]:
     tf, seen, printed = tf_devices.start()
     import keras
@@ -192,9 +146,7 @@ def _look() -> dict[str, object]:
         shown.append(str(details.get("device_name", gpu.name)))
     built = dict(tf.sysconfig.get_build_info()) if tf.test.is_built_with_cuda() else {}
     cuda = str(built.get("cuda_version", ""))
-    libraries = needed(cuda, str(built.get("cudnn_version", "")))
-    missing = unloadable(libraries, pip_folders()) if not shown else ()
-    answer = Answer(tf.__version__, keras.__version__, cuda, tuple(shown), tuple(dict.fromkeys(lines)), missing)
+    answer = Answer(tf.__version__, keras.__version__, cuda, tuple(shown), tuple(dict.fromkeys(lines)))
     return dataclasses.asdict(answer)
 
 
