@@ -468,3 +468,28 @@ def test_stateful_layers_and_static_shapes_are_refused(connect):
     static = dataclasses.replace(connect(1), static_shapes=True)
     with pytest.raises(tfdist.UserError, match="virtual_replicas cannot be used with --strategy=default"):
         tfdist.predict(dense(connect(1)), X, virtual_replicas=2, verbose=0, distribution=static)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_predictions_go_on_from_the_state_before(connect, rows):
+    """Until `reset_state`, as plain NumPy does; a new trial of the model's outputs set it to zeros."""
+    x = np.random.default_rng(0).normal(size=(4, 3, 4)).astype(np.float32)
+    with connect(1).scope():
+        model = keras.Sequential([keras.Input((3, 4), batch_size=rows), keras.layers.SimpleRNN(3, stateful=True)])
+    kernel, recurrent, bias = model.get_weights()
+    state = np.zeros([rows, 3])
+    for times in range(4):
+        if times == 3:
+            model.layers[0].reset_state()
+            state[:] = 0
+        expected = []
+        for batch in np.split(x, 4 // rows):
+            for t in range(3):
+                state = np.tanh(batch[:, t] @ kernel + bias + state @ recurrent)
+            expected.append(state)
+        predicted = tfdist.predict(model, x, batch_size=rows, verbose=0, distribution=connect(1))
+        np.testing.assert_allclose(predicted, np.concatenate(expected), atol=1e-5)
+    with connect(2).scope():
+        model = keras.Sequential([keras.Input((3, 4), batch_size=2), keras.layers.SimpleRNN(3, stateful=True)])
+    with pytest.raises(tfdist.UserError, match="is stateful"):
+        tfdist.predict(model, x, batch_size=2, verbose=0, distribution=connect(2))

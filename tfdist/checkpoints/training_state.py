@@ -185,7 +185,7 @@ def separate_streams(model: keras.Model, distribution: Distribution, apart: bool
 
 
 def _shared(model: keras.Model) -> list[tuple[str, keras.Variable]]:
-    parts = {"model": _parts(model)[0], "optimizer": []}
+    parts = {"model": _parts(model)[0], "carried": keras_internals.carried_states(model), "optimizer": []}
     for number, optimizer in enumerate(preconditions.optimizers(model)):
         parts[f"optimizer{number + 1}" if number else "optimizer"] = optimizer.variables
     return _named(SHARED, parts)

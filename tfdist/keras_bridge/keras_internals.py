@@ -115,6 +115,16 @@ def fixed_batch(model: keras.Model) -> int | None:
     return inputs[0].shape[0] if inputs else None
 
 
+def stateful_layers(model: keras.Model) -> list[keras.Layer]:
+    """Returns the layers that carry each row of a batch on to the same row of the next."""
+    return [layer for layer in flat_layers(model) if getattr(layer, "stateful", False)]
+
+
+def carried_states(model: keras.Model) -> list[keras.Variable]:
+    """Returns the variables of stateful recurrent layers, which Keras has in no list of a layer's variables."""
+    return keras.tree.flatten([getattr(layer, "states", None) or [] for layer in stateful_layers(model)])
+
+
 def input_structure(model: keras.Model) -> Structure:
     """Returns the inputs nested as the model takes them, where Keras' own exporters look; `model.inputs` is flat."""
     return getattr(model, "_inputs_struct", model.inputs[0])

@@ -181,7 +181,7 @@ def foreign(model: keras.Model, writes: Iterable[Write]) -> list[Write]:
 
     The state of random generators is left out, which a call of keras.random without a seed writes.
     """
-    owned = _ids([*model.variables, *model.metrics_variables])
+    owned = _ids([*model.variables, *model.metrics_variables, *keras_internals.carried_states(model)])
     others = [w for w in writes if id(w.variable) not in owned and "seed_generator" not in w.variable.name]
     if not others:
         return []

@@ -50,7 +50,7 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     return list({id(o): o for o in values if isinstance(o, keras.optimizers.Optimizer)}.values())
 
 
-def scope(model: keras.Model, distribution: Distribution, virtual_replicas: int = 0) -> None:
+def scope(model: keras.Model, distribution: Distribution, virtual_replicas: int = 0, accumulate: int = 1) -> None:
     """Refuses a model of another strategy, with methods which tfdist does not call, or not for virtual replicas."""
     by_keras = keras.distribution.distribution()  # which Keras' TensorFlow backend takes and never looks at
     if by_keras is not None:
@@ -65,6 +65,12 @@ def scope(model: keras.Model, distribution: Distribution, virtual_replicas: int 
             f"distribution {distribution.name!r}",
             "create it inside `with distribution.scope():` of the one that "
             "tfdist.connect() returned, and use it with that",
+        )
+    stateful = keras_internals.stateful_layers(model)
+    if stateful and accumulate * max(virtual_replicas, distribution.replicas) > 1:
+        raise UserError(
+            f"layer {stateful[0].name!r} is stateful: it carries each row of a batch on to the next, and replicas have "
+            "rows of their own; use --strategy=default without accumulation or virtual_replicas, or stateful=False"
         )
     if virtual_replicas:
         virtual(model, distribution, virtual_replicas)
@@ -103,7 +109,7 @@ def not_of_horovod(kind: str, things: Iterable[object]) -> None:
 
 def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, virtual_replicas: int = 0) -> None:
     """Refuses a model that is not compiled, or that computes what cannot be summed over replicas and micro-batches."""
-    scope(model, distribution, virtual_replicas)
+    scope(model, distribution, virtual_replicas, accumulate)
     parts = accumulate * max(virtual_replicas, distribution.replicas)
     if not model.compiled:
         raise UserError("the model is not compiled", "call model.compile(optimizer, loss) first")
@@ -128,12 +134,6 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, 
                 f"layer {layer.name!r} computes in {layer.compute_dtype}, which --strategy={distribution.name} cannot",
                 "use mixed_bfloat16 or float32 (train.precision)",
             )
-    stateful = [layer.name for layer in layers if getattr(layer, "stateful", False)]
-    if stateful and parts > 1:
-        raise UserError(
-            f"layer {stateful[0]!r} is stateful: it carries each row of a batch on to the next, and replicas have rows "
-            "of their own; use --strategy=default without accumulation or virtual_replicas, or stateful=False"
-        )
     regularized = [layer.name for layer in layers if layer.activity_regularizer is not None]
     if regularized and parts > 1 and not activity_is_a_mean():
         raise UserError(

@@ -205,7 +205,13 @@ class Replica:
         # The table stays with the host: on a GPU, each batch would first bring the whole data set there.
         on_gpu = self._on_gpu and not isinstance(batch, HostSlice)
         with tf.device("CPU:0") if on_gpu else contextlib.nullcontext():
-            return batch.micro_batch(layout, count, micro, replica if virtual is None else virtual)
+            rows = batch.micro_batch(layout, count, micro, replica if virtual is None else virtual)
+        fixed = keras_internals.fixed_batch(self.model)
+        if fixed and keras_internals.stateful_layers(self.model):
+            # Else the loop over time of a layer whose state has one row would not know that its shape stays.
+            shaped = lambda t: tf.ensure_shape(t, [fixed, *t.shape[1:]]) if t.shape.rank else t
+            rows = rows._replace(data=keras.tree.map_structure(shaped, rows.data))
+        return rows
 
     def forward(self, x: Structure, training: bool) -> Structure:
         """Calls the model."""

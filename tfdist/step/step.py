@@ -229,8 +229,7 @@ class Step:
         """Returns whether other numbers of rows give outputs of other shapes, as a matrix of their similarities."""
         symbolic = getattr(self.model, "outputs", None)  # of a graph of layers
         known = symbolic and None not in [size for tensor in symbolic for size in tensor.shape[1:]]
-        stateful = any(getattr(layer, "stateful", False) for layer in keras_internals.flat_layers(self.model))
-        if known or stateful or keras_internals.fixed_batch(self.model):
+        if known or keras_internals.stateful_layers(self.model) or keras_internals.fixed_batch(self.model):
             return False
         pairs = zip(keras.tree.flatten(outputs), keras.tree.flatten(self._outputs(_rows(x, 2))))
         return any(one.shape[1:] != two.shape[1:] for one, two in pairs)
@@ -255,9 +254,6 @@ class Step:
                 raise
             return None
         self._adding = keras_internals.adding_losses(model)
-        for layer in keras_internals.flat_layers(model):
-            if getattr(layer, "stateful", False):
-                layer.reset_state()  # nor what its state was created with
         leaves = keras.tree.flatten(outputs)
         self.outputs, self.output_shape = len(leaves), tuple(leaves[0].shape)
         return outputs
