@@ -100,6 +100,23 @@ def test_stopped_anywhere_and_resumed_ends_with_the_same_bits(replicas, data, co
     assert done[1] == whole[1]
 
 
+def test_what_recurrent_layers_carry_on_is_part_of_it(connect, tmp_path):
+    x = np.random.default_rng(0).normal(size=(24, 3, 4)).astype(np.float32)
+
+    def run(**options):
+        keras.utils.set_random_seed(1)
+        with connect(1).scope():
+            made = keras.Sequential([keras.Input((3, 4), batch_size=6), L.LSTM(3, stateful=True), L.Dense(2)])
+            made.compile("sgd", "mse")
+        options |= dict(batch_size=6, epochs=3, steps_per_call=1, shuffle=False, verbose=0, distribution=connect(1))
+        with contextlib.suppress(Interrupted):
+            tfdist.fit(made, x, x[:, 0, :2], **options)
+        return [np.asarray(v).tolist() for v in (*made.weights, *made.layers[0].states)]
+
+    run(should_stop=training_cases.StopAt(5), checkpoints=kept(tmp_path))
+    assert run(checkpoints=kept(tmp_path)) == run()
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_loss_scale_is_part_of_it(replicas, connect, tmp_path):
