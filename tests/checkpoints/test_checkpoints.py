@@ -113,8 +113,8 @@ def test_what_recurrent_layers_carry_on_is_part_of_it(connect, tmp_path):
             tfdist.fit(made, x, x[:, 0, :2], **options)
         return [np.asarray(v).tolist() for v in (*made.weights, *made.layers[0].states)]
 
-    run(should_stop=training_cases.StopAt(5), checkpoints=kept(tmp_path))
-    assert run(checkpoints=kept(tmp_path)) == run()
+    run(should_stop=training_cases.StopAt(5), checkpoints=kept(tmp_path, every="1000 steps"))
+    assert run(checkpoints=kept(tmp_path, every="1000 steps")) == run()
 
 
 @pytest.mark.whole
