@@ -1,4 +1,1 @@
-"""What is trained: models by name, their losses, optimizers and weights.
-
-Private names of Keras are in `keras_bridge`; how an update is computed is in `step`.
-"""
+"""What is trained: models by name, their losses, optimizers and weights; an update is computed in `step`."""

@@ -88,9 +88,7 @@ class ReplicaSyncCheck:
         ids = [id(variable) for variable in variables]
         if self._traced[0] != ids:
             distribution = self._distribution
-
-            def of_replica() -> tf.Tensor:
-                return _checksums_of([variable.value for variable in variables])
+            of_replica = lambda: _checksums_of([variable.value for variable in variables])
 
             def checksums() -> tuple[tf.Tensor, ...]:  # a scope on a TPU cannot be named <lambda>
                 return distribution.local(distribution.run(of_replica, ()))
