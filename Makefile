@@ -92,9 +92,17 @@ site-test: site .venv/ready
 	$(BIN)/python docs/check_site.py
 
 # The wheel and the source archive in dist/, the same bytes for the same commit, and checked.
+dist: export SOURCE_DATE_EPOCH := $(or $(shell git log -1 --format=%ct 2>/dev/null),1767225600)
 dist: .venv-dist/ready
-	rm -rf dist build/lib build/bdist.*
-	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct 2>/dev/null || echo 1767225600) .venv-dist/bin/python -m build --outdir dist .
+	rm -rf dist build/lib build/bdist.* build/dist
+	.venv-dist/bin/python -m build --sdist --outdir build/dist/made .
+	@# Setuptools keeps the times, owners and modes of the checkout's files.
+	umask 022 && mkdir -p dist build/dist/once build/dist/again && tar -xzf build/dist/made/*.gz -C build/dist/once && \
+	  name=$$(ls build/dist/once) && \
+	  tar --sort=name --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX \
+	    -C build/dist/once -cf - $$name | gzip -n > dist/$$name.tar.gz && \
+	  tar -xzf dist/$$name.tar.gz -C build/dist/again && \
+	  .venv-dist/bin/python -m build --wheel --outdir dist build/dist/again/$$name
 	.venv-dist/bin/python -m twine check --strict dist/*
 	.venv-dist/bin/check-wheel-contents dist/*.whl
 
