@@ -194,6 +194,11 @@ def test_every_block_of_commands_is_run_or_says_why_not(page):
     docs_commands.blocks(page, (ROOT / page).read_text())
 
 
+def test_the_reference_lists_the_public_names():
+    listed = re.findall(r"^\.\. auto\w+:: tfdist\.(\w+)", (ROOT / "docs/api.rst").read_text(), re.M)
+    assert sorted(listed) == sorted(tfdist.__all__)
+
+
 @every_page
 def test_make_has_these_targets(page):
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
