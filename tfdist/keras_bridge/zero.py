@@ -46,8 +46,7 @@ class Slot:
     def __init__(self, variable: keras.Variable, distribution: Distribution):
         self.variable, self._distribution = variable, distribution
         self._whole = variable.value
-        with distribution.scope():
-            self.slice = _of_replica(variable, distribution).value
+        self.slice = _of_replica(variable, distribution).value
 
     def cut(self) -> None:
         """Keeps a slice on each replica; what is compiled with the whole variable must find it again afterwards."""
@@ -102,11 +101,8 @@ class SlicedState:
         large = lambda variable: _sliced_size(variable, distribution) > 0
         self.slots = [Slot(variable, distribution) for variable in filter(large, keras_internals.slots(optimizer))]
         weights = dict(enumerate(keras_internals.optimized_variables(optimizer)))
-        with distribution.scope():
-            self.slices = {place: _of_replica(w, distribution) for place, w in weights.items() if large(w)}
+        self.slices = {place: _of_replica(w, distribution) for place, w in weights.items() if large(w)}
         """A slice of each large weight, in which it is updated, by its place; empty between updates."""
-        for part in self.slices.values():
-            _fill(part.value, np.zeros(0, part.value.dtype.as_numpy_dtype))
 
     def cut(self) -> None:
         """Keeps slices alone."""
@@ -162,10 +158,13 @@ def _sliced_size(whole: keras.Variable, distribution: Distribution) -> int:
 
 
 def _of_replica(like: keras.Variable, distribution: Distribution) -> keras.Variable:
-    """Makes a variable for a slice, of which every replica has a value of its own."""
+    """Makes a variable for a slice, of which every replica has a value of its own; empty, to need no memory yet."""
     size = math.prod(like.shape) - (distribution.replicas - 1) * _sliced_size(like, distribution)
     kind = {"trainable": False, "synchronization": "on_read", "aggregation": "none"}
-    return keras.Variable("zeros", (size,), like.dtype, name=f"{like.name}_slice", **kind)
+    with distribution.scope():
+        variable = keras.Variable("zeros", (size,), like.dtype, name=f"{like.name}_slice", **kind)
+    _fill(variable.value, np.zeros(0, variable.value.dtype.as_numpy_dtype))
+    return variable
 
 
 def _copies(variable: tf.Variable) -> Sequence[tf.Variable]:

@@ -104,7 +104,8 @@ class SharedMemory:
             gather = functools.partial(self._through.gather, self._used)
             whole = tf.numpy_function(gather, [tf.reshape(bits, [-1])], tf.uint8)
             whole = tf.bitcast(tf.reshape(whole, [-1, tensor.dtype.size]), tensor.dtype)
-            wholes.append(tf.ensure_shape(whole, [self._workers * tensor.shape[0]]))
+            # A copy, since weights that it is assigned to would keep its memory from the next sums.
+            wholes.append(tf.raw_ops.DeepCopy(x=tf.ensure_shape(whole, [self._workers * tensor.shape[0]])))
         return wholes
 
 
