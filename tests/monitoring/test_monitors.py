@@ -362,13 +362,13 @@ def test_a_profile_of_what_is_over(tmp_path, said):
 
 def test_more_memory_than_there_is(connect):
     model = small(connect(1), keras.optimizers.Adam())
-    needs = dry_run.memory(model, dry_run.available(1, ()))
+    needs = dry_run.memory(model, dry_run.available(1, ()), connect(1), 0)
     count = 8 * 16 + 16 + 16 * 3 + 3
     assert (needs.weights, needs.gradients) == (4 * count, 4 * count)
     assert 8 * count <= needs.optimizer <= 8 * count + 16  # two moments, a rate and a counter
     tiny = gpus.DriverGPU(3, "u", "Tesla T4", 0.0, 0.0, 0.001, "550")
     with pytest.raises(UserError, match=r"needs 3.1 kB for weights, .*, GPU 3 \(Tesla T4\) has 1.0 kB for it: use a"):
-        dry_run.memory(model, dry_run.available(1, (tiny,)))
+        dry_run.memory(model, dry_run.available(1, (tiny,)), connect(1), 0)
 
 
 def test_a_dry_run_says_what_would_be_done_and_does_nothing(run, tmp_path):
