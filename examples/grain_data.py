@@ -34,7 +34,7 @@ def batches(rows):
 train, test = batches(slice(1437)), batches(slice(1437, None))
 layers = [keras.Input((64,)), keras.layers.Dense(64, activation="gelu"), keras.layers.Dense(10, activation="softmax")]
 model = keras.Sequential(layers)
-model.compile(keras.optimizers.Adam(3e-3), "sparse_categorical_crossentropy", metrics=["accuracy"])
+model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy", metrics=["accuracy"])
 model.fit(train, epochs=8, validation_data=test, verbose=2)
 loss, accuracy = model.evaluate(test, verbose=0)
 print(f"test loss {loss:.6f}, accuracy {accuracy:.1%}")

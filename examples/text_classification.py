@@ -42,7 +42,7 @@ layers = [
 ]
 model = keras.Sequential(layers)
 # With Adam, tfdist differs from Keras where a word occurs twice in a batch: docs/sameness.md tells why.
-model.compile(keras.optimizers.SGD(0.5, momentum=0.9), "sparse_categorical_crossentropy", metrics=["accuracy"])
-model.fit(train, epochs=6, validation_data=test, verbose=2)
+model.compile(keras.optimizers.SGD(0.2, momentum=0.9), "sparse_categorical_crossentropy", metrics=["accuracy"])
+model.fit(train, epochs=5, validation_data=test, verbose=2)
 loss, accuracy = model.evaluate(test, verbose=0)
 print(f"test loss {loss:.6f}, accuracy {accuracy:.1%}")

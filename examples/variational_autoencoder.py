@@ -32,10 +32,6 @@ class Autoencoder(keras.Model):
         self.decoder = keras.Sequential([keras.layers.Dense(64, activation="gelu"), keras.layers.Dense(64)])
         self.means = [keras.metrics.Mean(name) for name in ("loss", "reconstruction", "divergence")]
 
-    @property
-    def metrics(self):
-        return self.means
-
     def call(self, x):
         mean, log_variance = keras.ops.split(self.encoder(x), 2, axis=-1)
         return self.decoder(self.sample(mean, log_variance)), mean, log_variance
@@ -56,5 +52,5 @@ class Autoencoder(keras.Model):
 
 model = Autoencoder()
 model.compile(keras.optimizers.Adam(3e-3))
-history = model.fit(images[:1792], batch_size=64, epochs=10, shuffle=False, verbose=2)
+history = model.fit(images, batch_size=64, epochs=10, shuffle=False, verbose=2)
 print(f"loss {history.history['loss'][-1]:.6f}, reconstruction {history.history['reconstruction'][-1]:.4f}")
