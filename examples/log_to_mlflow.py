@@ -15,7 +15,7 @@ x, y = digits[:, :64] / 16, digits[:, 64].astype("int32")
 
 # Without MLFLOW_TRACKING_URI it logs to mlflow.db and mlruns/ in the working folder: `mlflow ui` shows them.
 mlflow.set_experiment("digits")
-mlflow.tensorflow.autolog(log_models=False)
+mlflow.tensorflow.autolog(log_models=False, checkpoint=False)
 with mlflow.start_run() as run:
     hidden = keras.layers.Dense(64, activation="gelu")
     model = keras.Sequential([keras.Input((64,)), hidden, keras.layers.Dense(10, activation="softmax")])
