@@ -30,4 +30,4 @@ with tempfile.TemporaryDirectory() as folder:
     tuner.search(x[:1437], y[:1437], batch_size=64, epochs=3, shuffle=False, validation_data=held_out, verbose=2)
     best = tuner.get_best_hyperparameters()[0].values
     loss, accuracy = tuner.get_best_models()[0].evaluate(*held_out, verbose=0)
-print(f"best: {best['units']} units, learning rate {best['learning_rate']:.6f}, loss {loss:.6f}, accuracy {accuracy:.1%}")
+print(f"best: {best['units']} units, rate {best['learning_rate']:.6f}, loss {loss:.6f}, accuracy {accuracy:.1%}")

@@ -32,7 +32,7 @@ def test_it_is_logged_once(monkeypatch, said):
     monkeypatch.setattr(connect_lib, "_CONNECTED", {})
     for _ in range(2):
         tfdist.connect("mirrored", virtual_devices=2)
-    assert said == ["strategy mirrored, because asked for by --strategy: 2 replicas on CPU:0, CPU:1"]
+    assert said == ["strategy mirrored, because asked for: 2 replicas on CPU:0, CPU:1"]
 
 
 def test_tensorflow_does_not_tell_of_each_strategy(connect):

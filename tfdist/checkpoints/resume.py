@@ -99,10 +99,8 @@ def choose(
     if valid:
         raise UserError(f"no valid checkpoint in {where} is from the end of an epoch", "leave out --resume_changed")
     if paths:
-        raise UserError(
-            f"none of the {len(paths)} checkpoints in {where} is valid",
-            "copy one back from elsewhere, or start over with --resume=never, which keeps them",
-        )
+        what = f"none of the {len(paths)} checkpoints in {where} is valid"
+        raise UserError(what, "copy one back from elsewhere, or start over with --resume=never, which keeps them")
     if required:
         raise UserError(f"--resume=require, and there is no checkpoint in {where}", "check --workdir")
     return None

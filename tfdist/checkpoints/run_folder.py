@@ -254,9 +254,8 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 if any(files.is_name(path.name) for path in self.checkpoints.iterdir()):
                     kept = "; the existing checkpoints are kept"
-            raise TrainingError(
-                f"{self.path / name} cannot be written ({error.strerror or error}): free or repair that disk{kept}"
-            ) from None
+            what = f"{self.path / name} cannot be written ({error.strerror or error}): free or repair that disk{kept}"
+            raise TrainingError(what) from None
 
     def _restore(self) -> None:
         """Makes a folder that was deleted during the run again, with the files of the beginning.

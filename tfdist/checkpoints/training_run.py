@@ -200,10 +200,8 @@ def restore_callbacks(callbacks: keras.callbacks.CallbackList, states: dict[str,
                 state_shape.require(state, {field: state_shape.optional(state_shape.number)})
                 setattr(callback, field, state[field])
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise UserError(
-                f"the checkpoint has no state that the callback {name} can go on with ({one_line(error, 120)})",
-                "use the code that it was taken with, or move that checkpoint away",
-            ) from error
+            what = f"the checkpoint has no state that the callback {name} can go on with ({one_line(error, 120)})"
+            raise UserError(what, "use the code that it was taken with, or move that checkpoint away") from error
 
 
 def _log_other_kernels(distribution: Distribution, before: str | None) -> None:

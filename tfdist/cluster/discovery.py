@@ -244,10 +244,8 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
             "TF_CONFIG's task is an evaluator, which tfdist does not support (its rank 0 evaluates)", "start none"
         )
     if kind not in ("chief", "worker") or not re.fullmatch(r"\d{1,9}", number, re.ASCII):
-        raise UserError(
-            f"TF_CONFIG's task is {json.dumps(task)}",
-            'write "task": {"type": "worker", "index": 0}, with this worker\'s own type and index',
-        )
+        what = f"TF_CONFIG's task is {json.dumps(task)}"
+        raise UserError(what, 'write "task": {"type": "worker", "index": 0}, with this worker\'s own type and index')
     index = int(number)
     for job in jobs.keys() - {"chief", "worker"}:
         why = {"ps": "it has no parameter servers", "evaluator": "its rank 0 evaluates"}.get(
@@ -268,10 +266,8 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
     if len(jobs.get("chief", [])) > 1:
         raise UserError(f"TF_CONFIG names {len(jobs['chief'])} chiefs", "name one, and the others as workers")
     if index >= len(jobs.get(kind, [])):
-        raise UserError(
-            f"TF_CONFIG's task is {kind} {index}, its cluster lists {len(jobs.get(kind, []))} of that type",
-            "correct the index, which counts from 0",
-        )
+        what = f"TF_CONFIG's task is {kind} {index}, its cluster lists {len(jobs.get(kind, []))} of that type"
+        raise UserError(what, "correct the index, which counts from 0")
     named = {f"{job} {i}": one_line(task) for job in ("chief", "worker") for i, task in enumerate(jobs.get(job, []))}
     places = [split(address, f"TF_CONFIG's {name}") for name, address in named.items()]
     for host, port in places:

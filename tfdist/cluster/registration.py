@@ -240,10 +240,8 @@ def meet(
     if cluster.size == 1:
         return Peers(hosts=(platform.node(),))
     if not cluster.master:
-        raise UserError(
-            f"{cluster.source} does not tell where worker 0 of {cluster.size} is",
-            "set MASTER_ADDR and MASTER_PORT to the same address on all workers",
-        )
+        what = f"{cluster.source} does not tell where worker 0 of {cluster.size} is"
+        raise UserError(what, "set MASTER_ADDR and MASTER_PORT to the same address on all workers")
     facts = {"the number of workers": str(cluster.size), **facts}
     if cluster.addresses:
         facts["the list of workers"] = ", ".join(cluster.addresses)
@@ -410,10 +408,8 @@ class _JoiningWorker(_Registration):
             limit = max(1.0, self._deadline - time.monotonic()) + 2 * wire.HANDSHAKE_S
             answer = answer_to_worker(cluster.size)(connection.receive(limit))
         except wire.SilenceError:
-            raise UserError(
-                f"timed out after {self._start_timeout:.0f} s waiting until {chief} has all {cluster.size} workers",
-                "its output says who is missing; start that one, or raise --start_timeout",
-            ) from None
+            what = f"timed out after {self._start_timeout:.0f} s waiting until {chief} has all {cluster.size} workers"
+            raise UserError(what, "its output says who is missing; start that one, or raise --start_timeout") from None
         except wire.WireError as error:
             self._report_missing(-1)
             raise UserError(f"{chief} ended before all workers had joined ({error})", "look at its output") from None
@@ -437,10 +433,8 @@ class _JoiningWorker(_Registration):
             )
         except NotReachedError as error:
             self._report_late(0)
-            raise UserError(
-                f"timed out after {self._start_timeout:.0f} s waiting for {chief} ({error})",
-                "start it, check its address, or raise --start_timeout",
-            ) from None
+            what = f"timed out after {self._start_timeout:.0f} s waiting for {chief} ({error})"
+            raise UserError(what, "start it, check its address, or raise --start_timeout") from None
         except wire.WireError as error:
             raise UserError(
                 f"handshake with {chief} failed ({error})", "another program or job has this port, choose a free one"
@@ -452,10 +446,8 @@ def _listen(address: str, rank: int) -> socket.socket:
     try:
         return wire.listen(host, port)
     except OSError as error:
-        raise UserError(
-            f"worker {rank} cannot listen at {address} ({(error.strerror or str(error)).lower()})",
-            "it must be a free port on an address of this machine",
-        ) from None
+        what = f"worker {rank} cannot listen at {address} ({(error.strerror or str(error)).lower()})"
+        raise UserError(what, "it must be a free port on an address of this machine") from None
 
 
 def _reserve(host: str) -> tuple[socket.socket, str]:

@@ -1,14 +1,20 @@
-"""Keyword arguments of public functions: misspelt names, and deprecated ones."""
+"""Keyword arguments of public functions: misspelt names, and deprecated ones; and the tracebacks of their errors."""
 
 import functools
 import inspect
+import os
+import re
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+from absl import flags
+
 from tfdist import config
-from tfdist.config import field_syntax
+from tfdist.config import field_syntax, runtime_options
 from tfdist.errors import UserError
 
+_FLAG = re.compile(rf"--(?=(?:{'|'.join(runtime_options.names(runtime_options.PlacementOptions))}|check_agreement)\b)")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -32,8 +38,24 @@ def checked_keywords(**former_names: str) -> Callable[[Callable[P, R]], Callable
                 if default is None and value is not None and kwargs.get(name) is not None:
                     raise UserError(f"{former} is the former name of {name}", "give one of them")
                 kwargs[name] = config.renamed(name, kwargs.get(name, default), former, value, default)
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except UserError as error:
+                if not (flags.FLAGS.is_parsed() and "strategy" in flags.FLAGS):  # no command has been given
+                    error.what, error.fix = (_FLAG.sub("", text) for text in (error.what, error.fix))
+                if os.environ.get("TFDIST_TRACEBACK") == "full":
+                    raise
+                raise error.with_traceback(_of_user(error.__traceback__)) from None
 
         return wrapper
 
     return decorate
+
+
+def _of_user(trace: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback without the frames of tfdist, Keras and TensorFlow."""
+    if trace is None:
+        return None
+    below, module = _of_user(trace.tb_next), str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
+    own = module in ("tfdist", "keras", "tensorflow")
+    return below if own else TracebackType(below, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)

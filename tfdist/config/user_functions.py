@@ -38,9 +38,8 @@ def call(field: str, function: Callable[..., Result], arguments: dict, *position
     try:
         inspect.signature(function).bind(*positional, **arguments)
     except TypeError as error:
-        raise UserError(
-            f"{field}: {function.__module__}:{function.__qualname__} takes no such arguments: {error}"
-        ) from None
+        what = f"{field}: {function.__module__}:{function.__qualname__} takes no such arguments: {error}"
+        raise UserError(what) from None
     except ValueError:  # built-in functions have no signature
         pass
     return function(*positional, **arguments)

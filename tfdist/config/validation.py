@@ -106,9 +106,8 @@ def _combinations(experiment: Experiment) -> None:
         what = f"optimizer.base_batch={optimizer.base_batch} is the batch that optimizer.learning_rate is for"
         raise UserError(what, "set both")
     if train.on_nonfinite == "rollback" and experiment.checkpoint.every == "off":
-        raise UserError(
-            "train.on_nonfinite=rollback goes back to a checkpoint: it cannot be used with checkpoint.every=off"
-        )
+        what = "train.on_nonfinite=rollback goes back to a checkpoint: it cannot be used with checkpoint.every=off"
+        raise UserError(what)
     if train.virtual_replicas and optimizer.reduce_dtype != "float32":
         raise UserError(
             f"optimizer.reduce_dtype={optimizer.reduce_dtype} cannot be used with train.virtual_replicas, "

@@ -37,9 +37,12 @@ class Arrays(Source):
     size: int = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
-        sizes = {len(a) for a in keras.tree.flatten(self.columns)}
+        lengths = [[len(a) for a in keras.tree.flatten(column)] for column in self.columns]
+        sizes = {length for each in lengths for length in each}
         if len(sizes) != 1:
-            raise UserError(f"x, y and weights must have one entry per example each, got lengths {sorted(sizes)}")
+            got = ", ".join(f"{n} {' and '.join(map(str, {*a}))}" for n, a in zip(("x", "y", "weights"), lengths))
+            fix = "of a list that is one input, give numpy.array(list)" if len(lengths[0]) > 1 else ""
+            raise UserError(f"x, y and weights must have one entry per example each, got lengths {got}", fix)
         if sizes == {0}:
             raise UserError("the data set is empty", "give it at least one example")
         object.__setattr__(self, "size", sizes.pop())

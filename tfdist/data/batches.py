@@ -53,13 +53,14 @@ class Batches(Source):
         if not isinstance(self.dataset.element_spec, tuple):
             object.__setattr__(self, "bare", True)
             object.__setattr__(self, "dataset", self.dataset.map(lambda x: (x,)))
-        for spec in keras.tree.flatten(self.decoded.element_spec):
+        specs = keras.tree.flatten(self.decoded.element_spec)
+        for spec in specs:
             if not isinstance(spec, tf.TensorSpec):
                 raise UserError(
                     f"a data set of {type(spec).__name__} cannot be batched evenly", "make its tensors dense"
                 )
-            if spec.shape.rank == 0:
-                raise UserError("the data set has scalar elements", "batch it (dataset.batch(64))")
+        if any(spec.shape.rank == 0 for spec in specs) or len({s.shape[0] for s in specs if s.shape.rank} - {None}) > 1:
+            raise UserError("the data set has single examples and no batches", "give dataset.batch(64)")
 
     @property
     def decoded(self) -> tf.data.Dataset:
@@ -164,10 +165,8 @@ class Batches(Source):
         return dataclasses.replace(self, decode=function if decode is None else lambda *b: function(*decode(*b)))
 
     def by_number(self, field: str) -> Records:
-        raise UserError(
-            f"{field} needs examples that can be read by number, and this data set is a stream of batches",
-            "set data.cache=memory, or do it in the data set itself",
-        )
+        what = f"{field} needs examples that can be read by number, and this data set is a stream of batches"
+        raise UserError(what, "set data.cache=memory, or do it in the data set itself")
 
 
 class BatchFeed(Feed):
@@ -235,10 +234,8 @@ class BatchFeed(Feed):
             repeats = self._source.repeats_order
             self._inputs_agree = not others or all(peers.gather("whether its data are the same again", repeats()))
         if others and self._inputs_agree:
-            raise UserError(
-                f"worker {others[0]} ({peers.hosts[others[0]]}) has read other inputs than worker 0 up to {label}",
-                "give all workers the same data, and random changes of them the same seed",
-            )
+            what = f"worker {others[0]} ({peers.hosts[others[0]]}) has read other inputs than worker 0 up to {label}"
+            raise UserError(what, "give all workers the same data, and random changes of them the same seed")
 
     def resume(self, update: int, epoch: int, begun: int, first: int = 0) -> None:
         """Goes to a batch by skipping, before anything is decoded.

@@ -70,10 +70,8 @@ def select(text: str, sizes: Mapping[str, int], field: str, what: str) -> list[t
     for part in text.split("+"):
         written = _PART.match(part)
         if not written:
-            raise UserError(
-                f"{field}={text!r} is not understood",
-                "write train, train[:90%], train[100:], train[:-50] or train+test",
-            )
+            what = f"{field}={text!r} is not understood"
+            raise UserError(what, "write train, train[:90%], train[100:], train[:-50] or train+test")
         name, first, last = written.groups()
         if name not in sizes:
             slices = f", and slices such as {min(sizes)}[:90%]" if sizes else ""

@@ -205,9 +205,8 @@ def connect(
 ) -> Distribution:
     """Chooses and starts a strategy by the same rules as the command line, whose flags the arguments are.
 
-    Must come before TensorFlow has done anything else in the process when it
-    splits the CPU or sets threads. Asked again for the same, as a cell of a
-    notebook that runs twice does, it returns what it returned before.
+    Must come before TensorFlow has done anything else in the process when it splits the CPU or sets threads. Asked
+    again for the same, as a cell of a notebook that runs twice does, it returns what it returned before.
 
     Args:
       strategy: `auto`, `default`, `mirrored`, `multi_worker`, `tpu` or `horovod`.

@@ -131,10 +131,8 @@ def select(devices: str, listed: Survey, environ: Mapping[str, str]) -> Selectio
     usable = _inherited(listed.gpus, inherited, environ.get("CUDA_DEVICE_ORDER"))
     if usable is None:
         if devices != "all":
-            raise UserError(
-                f"--devices={devices} cannot be combined with CUDA_VISIBLE_DEVICES={inherited}",
-                "choose with one of the two",
-            )
+            what = f"--devices={devices} cannot be combined with CUDA_VISIBLE_DEVICES={inherited}"
+            raise UserError(what, "choose with one of the two")
         return Selection((), None, opaque=True)
     if devices == "all":
         chosen = usable
@@ -168,10 +166,8 @@ def _inherited(gpus: tuple[DriverGPU, ...], visible: str | None, order: str | No
         if entry.startswith("MIG"):
             return None
         if entry.isdigit() and order != "PCI_BUS_ID" and len({g.name for g in gpus}) > 1:
-            raise UserError(
-                f"CUDA_VISIBLE_DEVICES={visible} counts unlike GPUs fastest first, not as the driver does",
-                "set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name them by UUID",
-            )
+            what = f"CUDA_VISIBLE_DEVICES={visible} counts unlike GPUs fastest first, not as the driver does"
+            raise UserError(what, "set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name them by UUID")
         match = [g for g in gpus if (g.number == int(entry) if entry.isdigit() else g.uuid.startswith(entry))]
         if len(match) != 1:
             break

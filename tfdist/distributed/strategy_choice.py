@@ -26,7 +26,7 @@ def choose(
     virtual = options.virtual_devices
     devices = virtual or max(1, len(selection.gpus))
     what = f"{virtual} virtual CPU devices" if virtual else f"{len(selection.gpus)} GPUs" if selection.gpus else "1 CPU"
-    name, reason = options.strategy, "asked for by --strategy"
+    name, reason = options.strategy, "asked for"
     if name == "auto":
         name, reason = _automatic(devices, what, options, cluster, environ)
     if name == "tpu" and cluster.size > 1:
@@ -37,25 +37,19 @@ def choose(
     if name == "tpu" and (problem := tpu_host.problem()):
         raise UserError(f"--strategy=tpu cannot run here: {problem}")
     if name in ("default", "mirrored") and cluster.size > 1:
-        raise UserError(
-            f"--strategy={name} trains in one process and there are {cluster.size} workers ({cluster.source})",
-            "use --strategy=multi_worker, or start one process",
-        )
+        what = f"--strategy={name} trains in one process and there are {cluster.size} workers ({cluster.source})"
+        raise UserError(what, "use --strategy=multi_worker, or start one process")
     if name == "multi_worker" and cluster.source == HOROVODRUN:
-        raise UserError(
-            "--strategy=multi_worker under horovodrun has no addresses",
-            "use --strategy=horovod, or python -m tfdist.launch",
-        )
+        what = "--strategy=multi_worker under horovodrun has no addresses"
+        raise UserError(what, "use --strategy=horovod, or python -m tfdist.launch")
     if name == "horovod" and devices > 1:
         raise UserError(
             f"--strategy=horovod uses one device per process, this one has {what}",
             "start as many processes, or pick one with --devices",
         )
     if name == "mirrored" and devices < 2 and not selection.opaque:
-        raise UserError(
-            f"--strategy=mirrored needs at least 2 devices, found 1 ({'1 GPU' if selection.gpus else 'the CPU'})",
-            "use --virtual_devices=2 to split the CPU, or --strategy=default",
-        )
+        what = f"--strategy=mirrored needs at least 2 devices, found 1 ({'1 GPU' if selection.gpus else 'the CPU'})"
+        raise UserError(what, "use --virtual_devices=2 to split the CPU, or --strategy=default")
     return StrategyChoice(name, reason, devices if name in ("mirrored", "multi_worker") else 1)
 
 

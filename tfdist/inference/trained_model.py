@@ -263,9 +263,8 @@ def _from_checkpoint(requested: ModelRequest, experiment: config.Experiment, pla
         chosen = [path for path in paths if files.update_of(path) == update]
         if not chosen:
             updates = ", ".join(str(files.update_of(path)) for path in reversed(paths))
-            raise UserError(
-                f"--checkpoint={requested.checkpoint} is not there: the updates that have one are {updates}"
-            )
+            what = f"--checkpoint={requested.checkpoint} is not there: the updates that have one are {updates}"
+            raise UserError(what)
         paths = chosen
     for path in paths:
         content = resume.load(path, requested.storage)

@@ -18,10 +18,8 @@ _LONG = (tf.int64, tf.uint64)  # types that those of a TPU do not know, either
 def no_text(outputs: Structure) -> None:
     """Refuses text that a model returns, which no collective takes from worker to worker."""
     if any(leaf.dtype == tf.string for leaf in keras.tree.flatten(outputs)):
-        raise UserError(
-            "the model returns text, which cannot be gathered from several workers",
-            "predict the numbers and look the text up outside of the model, or use one worker",
-        )
+        what = "the model returns text, which cannot be gathered from several workers"
+        raise UserError(what, "predict the numbers and look the text up outside of the model, or use one worker")
 
 
 def gathered(distribution: Distribution, values: Structure, rows: MicroBatch) -> Structure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -114,6 +115,10 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, 
     if not model.compiled:
         raise UserError("the model is not compiled", "call model.compile(optimizer, loss) first")
     not_of_horovod("optimizer", optimizers(model))
+    factors = keras_internals.compiled_with(model)[1]
+    if any(not isinstance(factor, numbers.Number | None) for factor in keras.tree.flatten(factors)):
+        what = f"loss_weights, the third argument of compile(), must be numbers, got {one_line(factors, 100)}"
+        raise UserError(what, "give metrics by name: compile(optimizer, loss, metrics=[...])")
     layers = keras_internals.flat_layers(model)
     for layer in layers:
         mode = keras_internals.remat_mode(layer)
@@ -297,7 +302,8 @@ def input_misfit(error: Exception) -> UserError | None:
     if not found:
         return None
     reason = re.sub(r"(shape ?=?|received: )\(1,", r"\1(None,", one_line(found[0].partition("\n\n")[0], 300))
-    return UserError(f"the data does not fit the model's inputs ({reason})", "change the data, or the model's inputs")
+    fix = "change the data (a tf.data.Dataset must have batches), or the model's inputs"
+    return UserError(f"the data does not fit the model's inputs ({reason})", fix)
 
 
 _OF_SIZE = re.compile(

@@ -107,10 +107,8 @@ def _elastic(options: argparse.Namespace, environ: Mapping[str, str], start_time
     if not fixed and tasks not in ("", "1"):
         fixed = f"SLURM_STEP_NUM_TASKS={tasks}"
     if fixed:
-        raise UserError(
-            f"--nnodes={text} lets the number of nodes change, and {fixed} fixes it",
-            "unset that, or give --nnodes one number",
-        )
+        what = f"--nnodes={text} lets the number of nodes change, and {fixed} fixes it"
+        raise UserError(what, "unset that, or give --nnodes one number")
     if not options.master_addr:
         raise UserError(f"--nnodes={text} needs --master_addr: the address of node 0 in the network of the nodes")
     port = _port(options.master_port or env_vars.PORT, most)

@@ -85,9 +85,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if unknown:
         name = unknown[0].lstrip("-").partition("=")[0]
         if not unknown[0].startswith("-"):
-            raise UserError(
-                f"unexpected argument {unknown[0]!r}: a script, as the flags of tfdist.train, stands after --"
-            )
+            what = f"unexpected argument {unknown[0]!r}: a script, as the flags of tfdist.train, stands after --"
+            raise UserError(what)
         from tfdist.config import runtime_options
 
         if name.partition(".")[0] in ("config", *runtime_options.HELP):
@@ -165,10 +164,8 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
 def _check_elastic(train: _TrainFlags, nodes: machines.Nodes, nproc: int) -> None:
     """Raises UserError for options that do not go with an elastic job."""
     if train.where["requeue"]:
-        raise UserError(
-            "--requeue after -- would put the whole job into the queue whenever a node joins or leaves",
-            f"leave it out, or give --nnodes one number instead of {nodes.size.partition('=')[2]}",
-        )
+        what = "--requeue after -- would put the whole job into the queue whenever a node joins or leaves"
+        raise UserError(what, f"leave it out, or give --nnodes one number instead of {nodes.size.partition('=')[2]}")
     batch, accumulate, virtual_replicas = (
         int(train.experiment[f"config.train.{n}"]) for n in ("batch_size", "accumulate", "virtual_replicas")
     )
@@ -181,10 +178,8 @@ def _check_elastic(train: _TrainFlags, nodes: machines.Nodes, nproc: int) -> Non
         else ("batch_size", batch, workers * accumulate)
     )
     if given < needed:
-        raise UserError(
-            f"{nodes.size} may become {workers} workers, too many for train.{field}={given}",
-            f"use at least {needed}, or fewer nodes",
-        )
+        what = f"{nodes.size} may become {workers} workers, too many for train.{field}={given}"
+        raise UserError(what, f"use at least {needed}, or fewer nodes")
 
 
 def _train_flags(rest: Sequence[str]) -> _TrainFlags:

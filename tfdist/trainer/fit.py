@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import numbers
 import types
 from collections.abc import Callable, Collection, Mapping
 
@@ -120,11 +121,13 @@ def fit(
 
     Raises:
       UserError: the model, data or arguments do not fit together.
-      TrainingError: the loss is no longer finite, a worker is lost, or the
-        replicas have come apart.
+      TrainingError: the loss is no longer finite, a worker is lost, or the replicas have come apart.
       Interrupted: `should_stop` gave a reason.
     """
     arguments = dict(locals())
+    for name in ("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "steps", "accumulate"):
+        if not isinstance(arguments[name], numbers.Integral | None):
+            raise UserError(f"{name} must be a whole number, got {arguments[name]!r}")
     source = sources.as_source(x, y, sample_weight)
     if validation_split:
         if validation_data is not None:

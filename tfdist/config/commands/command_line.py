@@ -124,25 +124,31 @@ def _parse_flags(argv: list[str]) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
     except flags.UnrecognizedFlagError as error:
-        raise UserError(f"unknown flag --{error.flagname}: {_meant(error.flagname)}") from None
+        following = [word for word in argv[argv.index(error.flagvalue) + 1 :][:1] if "-" not in word[:1]]
+        value = "".join(error.flagvalue.partition("=")[2:] if "=" in error.flagvalue else following)
+        raise UserError(f"unknown flag --{error.flagname}: {_meant(error.flagname, value)}") from None
     except flags.Error as error:
         text = re.sub(r"Unable to parse value .*", "is a group of fields: set one of them", one_line(error))
         text = re.sub(r"invalid literal for int.*", "is no whole number: give one, such as 1", text)
         text = re.sub(r"could not convert string to float.*", "is no number: give one, such as 0.1", text)
         raise UserError(text) from None
     if len(rest) > 1:
-        raise UserError(f"unexpected argument {rest[1]!r}: flags are written --name=value")
+        script = f", and tfdist run {rest[1]} trains a script" if rest[1].endswith(".py") else ""
+        raise UserError(f"unexpected argument {rest[1]!r}: flags are written --name=value{script}")
     return rest
 
 
-def _meant(name: str) -> str:
-    """Names the flag, or the field of an experiment, that a misspelt or shortened name stands for."""
+def _meant(name: str, value: str) -> str:
+    """Names the flag, or the field of an experiment, that a misspelt or shortened name stands for, with its value."""
     names = {flag: flag for flag in flags.FLAGS}
     if "config" in names:
         fields = {field.rpartition(".")[2]: field for field in reversed(config.flat(config.Experiment()))}
-        names = {**fields, "lr": "config.optimizer.learning_rate", **names}
+        names = {**fields, "lr": "config.optimizer.learning_rate", "model": "config.model.name", **names}
+        names |= {"data": "config.data.name", "gpus": "devices=idle:", "num_gpus": "devices=idle:"}
     near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean --{names[near[0]]}?" if near else "--help lists those that there are"
+    meant = names[near[0]] + "=" * (bool(value) and "=" not in names[near[0]]) if near else ""
+    of_script = ", and those of a script stand behind it" * ("nnodes" in names)
+    return f"did you mean --{meant}{value}?" if meant else f"--help lists those that there are{of_script}"
 
 
 def main(

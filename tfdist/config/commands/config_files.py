@@ -86,9 +86,8 @@ def guarded(path: str) -> Iterator[None]:
             raise
         at = f" ({path}:{line})" if line else ""
         if isinstance(failure, SystemExit):
-            raise UserError(
-                f"--config={path} ends the program with {failure.code!r}{at}: it must only return an Experiment"
-            ) from None
+            what = f"--config={path} ends the program with {failure.code!r}{at}: it must only return an Experiment"
+            raise UserError(what) from None
         text = failure.msg if isinstance(failure, SyntaxError) else next(iter(str(failure).splitlines()), "")
         why = f"{type(failure).__name__}: {one_line(text, 300)}".rstrip(": ")
         raise UserError(f"--config={path} cannot be used: {why}{at}") from error

@@ -111,9 +111,8 @@ def _exact(keyed: Iterable[tuple[object, dict]], features: dict) -> Iterator[tup
     """Refuses examples with numbers that the types of the first ones would change: `datasets` makes 2 of 2.5."""
     for number, example in keyed:
         if changed := next(_changed(example, features, ""), ""):
-            raise ValueError(
-                f"{changed} of {example['__key__']} in {example['__url__']} is of another type than the first"
-            )
+            what = f"{changed} of {example['__key__']} in {example['__url__']} is of another type than the first"
+            raise ValueError(what)
         yield number, example
 
 

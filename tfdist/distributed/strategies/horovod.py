@@ -249,10 +249,8 @@ class _Store:
                     return answer.status, answer.read()
             except (OSError, http.client.HTTPException) as error:
                 if time.monotonic() - begun >= _UNREACHABLE_S:
-                    raise UserError(
-                        f"horovodrun cannot be reached at {self._address}:{self._port} ({one_line(error, 200)})",
-                        "look at its output, and at the network",
-                    ) from None
+                    what = f"horovodrun cannot be reached at {self._address}:{self._port} ({one_line(error, 200)})"
+                    raise UserError(what, "look at its output, and at the network") from None
             time.sleep(_PAUSE_S[1])
 
 

@@ -283,17 +283,13 @@ def _start(
         return strategy
     except (tf.errors.OpError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "program startup" in str(error):
-            raise UserError(
-                "--strategy=multi_worker must be started before TensorFlow has done anything else in this process",
-                "call tfdist.connect() first",
-            ) from None
+            what = "--strategy=multi_worker must be started before TensorFlow has done anything else in this process"
+            raise UserError(what, "call tfdist.connect() first") from None
         if peers.verdict():
             raise peers.error() from error
         at = peers.addresses[peers.rank] if peers.addresses else "this machine"
-        raise UserError(
-            f"TensorFlow cannot start its server at {at} ({one_line(error, 200)})",
-            "free that port, and look at the other workers",
-        ) from error
+        what = f"TensorFlow cannot start its server at {at} ({one_line(error, 200)})"
+        raise UserError(what, "free that port, and look at the other workers") from error
     finally:
         extended._initialize_local_devices = theirs
 
