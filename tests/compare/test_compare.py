@@ -556,7 +556,7 @@ BAD = [
     (["--config.model.name=cn"], "unknown model.name 'cn': did you mean 'cnn'?"),
     (["--config.checkpoint.keep=2"],
      "--config.checkpoint.keep is not for a comparison, whose runs save once, at their end: leave it out"),
-    (["--strategy=mirrored"], "unknown flag --strategy: did you mean --strategies?"),
+    (["--strategy=mirrored"], "unknown flag --strategy: did you mean --strategies=mirrored?"),
     (["--virtual_devices=2"], "tfdist.compare has no --virtual_devices: it splits the CPU itself: give --replicas=2,4"),
     (["--workdir=full"], "--workdir=full holds no comparison but precious.txt: choose another folder"),
     (["--workdir=file"], "--workdir=file cannot be written (File exists): choose another folder"),

@@ -22,9 +22,12 @@ def cases(text):
 
 BAD_INPUT = cases("""
 --strategy=mirored => flag --strategy=mirored: value should be one of <auto|default|mirrored|multi_worker|tpu|horovod>
---stratgy=mirrored => unknown flag --stratgy: did you mean --strategy?
---epocs=3 => unknown flag --epocs: did you mean --config.train.epochs?
---lr=0.1 => unknown flag --lr: did you mean --config.optimizer.learning_rate?
+--stratgy=mirrored => unknown flag --stratgy: did you mean --strategy=mirrored?
+--epocs=3 => unknown flag --epocs: did you mean --config.train.epochs=3?
+--batch_size 32 => unknown flag --batch_size: did you mean --config.train.batch_size=32?
+--num_gpus=2 => unknown flag --num_gpus: did you mean --devices=idle:2?
+train.py => flags are written --name=value, and tfdist run train.py trains a script
+--lr=0.1 => unknown flag --lr: did you mean --config.optimizer.learning_rate=0.1?
 --topology=v5e-8 => --topology=v5e-8 compiles ahead of time and requires --dry_run
 --dry_run --topology=v5e-9 => unknown --topology=v5e-9: did you mean 'v5e-8'? Known are v5e-1, v5e-4
 --dry_run --topology=v5e-8 --devices=0 =>

@@ -101,7 +101,7 @@ def test_tensorflow_imported_before_keeps_its_kernels_and_that_is_said():
 
 
 def test_the_other_kind_comes_too_late():
-    message = f"--cpu_kernels={OTHER[HERE]} cannot be had: .* set TF_ENABLE_ONEDNN_OPTS={int(HERE == 'eigen')} before"
+    message = f"^cpu_kernels={OTHER[HERE]} cannot be had: .* set TF_ENABLE_ONEDNN_OPTS={int(HERE == 'eigen')} before"
     with pytest.raises(UserError, match=message):
         tfdist.connect("default", cpu_kernels=OTHER[HERE])
 

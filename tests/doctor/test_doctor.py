@@ -54,7 +54,7 @@ def found(done):
 
 
 BAD_INPUT = [
-    (["--wokdir=x"], "unknown flag --wokdir: did you mean --workdir?"),
+    (["--wokdir=x"], "unknown flag --wokdir: did you mean --workdir=x?"),
     (["--progress=none"], "unknown flag --progress"),
     (["here"], "unexpected argument 'here': flags are written --name=value"),
     (["--strategy=mirored"], "flag --strategy=mirored: value should be one of"),

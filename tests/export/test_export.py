@@ -396,7 +396,7 @@ BAD = [
     (["--output=none/out"], "--output=none/out: none cannot be written in: choose another one, or make it"),
     (["--output=out"], "--workdir=missing holds no run (no experiment.json that can be read): check the path"),
     (["--output=out", "--model=m.keras"], "--workdir and --model name two models"),
-    (["--outptu=out"], "unknown flag --outptu: did you mean --output?"),
+    (["--outptu=out"], "unknown flag --outptu: did you mean --output=out?"),
 ]
 
 

@@ -586,7 +586,7 @@ BAD_FLAGS = [
     (["--workdir=run", "--config.data.evalsplit=x"],
      "unknown config field --config.data.evalsplit: did you mean 'eval_split'?"),
     (["--workdir=run", "--resume=never"], "unknown flag --resume"),
-    (["--workdr=run"], "unknown flag --workdr: did you mean --workdir?"),
+    (["--workdr=run"], "unknown flag --workdr: did you mean --workdir=run?"),
     (["--workdir=missing"], "--workdir=missing holds no run (no experiment.json that can be read): check the path"),
     (["--model=missing.keras"], "--model=missing.keras does not exist"),
     (["--model=folder"], "--model=folder is a folder: give it as --workdir"),

@@ -162,7 +162,8 @@ def test_the_report_of_a_script_that_only_evaluates_or_fails(code, status, calls
 
 @pytest.mark.parametrize("arguments, message", [
     (["trian.py"], "there is no script 'trian.py': did you mean 'train.py'?"),
-    (["--strateg=default", "train.py"], "unknown flag --strateg"),
+    (["--strateg=default", "train.py"], "unknown flag --strateg: did you mean --strategy=default?"),
+    (["--epochs=3", "train.py"], "unknown flag --epochs: --help lists those that there are, and those of a scr"),
     ([], "there is no script to run: write tfdist run [flags] SCRIPT"),
     (["--nproc_per_node=2", "--strategy=horovod", "train.py"], "start it with horovodrun"),
     (["--resume=never", "train.py"], "--resume is about what --workdir keeps: give --workdir"),

@@ -466,7 +466,7 @@ def test_stateful_layers_and_static_shapes_are_refused(connect):
     with pytest.raises(tfdist.UserError, match="is stateful"):
         tfdist.fit(model, X[..., 0], Y, batch_size=24, virtual_replicas=2, verbose=0, distribution=connect(1))
     static = dataclasses.replace(connect(1), static_shapes=True)
-    with pytest.raises(tfdist.UserError, match="virtual_replicas cannot be used with --strategy=default"):
+    with pytest.raises(tfdist.UserError, match="virtual_replicas cannot be used with strategy=default"):
         tfdist.predict(dense(connect(1)), X, virtual_replicas=2, verbose=0, distribution=static)
 
 

@@ -433,6 +433,7 @@ def test_a_generator_goes_on_with_a_warning(connect, tmp_path, said):
         (dict(x=generator(), y=Y), "targets and weights belong into the data set itself when it is a generator"),
         (dict(x=generator(), batch_size=5), "batch_size=5 does not fit a data set of batches of 8"),
         (dict(x=generator(5), epochs=3, steps_per_epoch=5), "the data set ended before the first update of epoch 2"),
+        (dict(x=X, y=Y, batch_size="8"), "batch_size must be a whole number, got '8'"),
         (dict(x=Sequence(0)), "the data set is empty"),
         (dict(x=Sequence(None)), "the data set never ends: give steps_per_epoch"),
         (dict(x=Sequence(max_queue_size=0)), "max_queue_size of Sequence must be at least 1, got 0"),
@@ -456,6 +457,23 @@ def test_a_generator_goes_on_with_a_warning(connect, tmp_path, said):
 def test_data_that_cannot_be_used(options, message, connect):
     with refusals.refused(message):
         tfdist.fit(made(connect(1)), **(dict(verbose=0) | options))
+
+
+def test_metrics_in_the_place_of_loss_weights(connect):
+    model = made(connect(1))
+    with connect(1).scope():
+        model.compile("sgd", "mse", ["mae"])
+    with refusals.refused(r"third argument of compile\(\), must be numbers, got \['mae'\]: give metrics by name"):
+        tfdist.fit(model, X, Y)
+
+
+@pytest.mark.parametrize("shown", ["", "full"])
+def test_an_error_shows_the_frames_of_the_user_alone_and_names_arguments(shown, monkeypatch, connect):
+    monkeypatch.setenv("TFDIST_TRACEBACK", shown)
+    with refusals.refused("^unknown strategy=mirored: choose one of auto, default") as error:
+        tfdist.connect("mirored")
+    own = [entry for entry in error.traceback if entry.frame.f_globals["__name__"].startswith("tfdist.")]
+    assert (len(own) == 1) == (not shown), "what `connect` is wrapped in"
 
 
 def test_a_class_without_a_weight_keeps_1():

@@ -77,7 +77,8 @@ def mean_loss(y, outputs):
 def test_a_model_that_is_the_same_says_so_and_is_remembered(connect, capsys, replicas):
     dropped = lambda: L.Dropout(0.5)
     trained(connect, dropped, lambda: L.BatchNormalization(synchronized=True), replicas=replicas, metrics=["mae"])
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "checked" in line]
+    (before, line) = [line for line in capsys.readouterr().out.splitlines() if "check" in line]
+    assert before == f"tfdist: checking whether 1 and {replicas} replicas agree on this model"
     assert line.startswith(f"tfdist: checked: 1 and {replicas} replicas agree on this model, loss ")
     trained(connect, dropped, lambda: L.BatchNormalization(synchronized=True), replicas=replicas, metrics=["mae"])
     assert "checked" not in capsys.readouterr().out, "it has passed"
@@ -532,7 +533,7 @@ def test_a_matrix_of_similarities_trains_in_whole_batches_alone(connect):
     theirs = found(keras.Model.fit, keras.Model.evaluate, connect(1).scope())
     assert found(tfdist.fit, tfdist.evaluate, connect(1).scope()) == pytest.approx(theirs, rel=1e-5)
     for replicas, options in (1, {"accumulate": 2}), (2, {"distribution": connect(2)}):
-        with pytest.raises(tfdist.UserError, match=r"depends on how many rows a batch has.*: use --strategy=default"):
+        with pytest.raises(tfdist.UserError, match=r"depends on how many rows a batch has.*: use strategy=default"):
             found(tfdist.fit, tfdist.evaluate, connect(replicas).scope(), **options)
 
 

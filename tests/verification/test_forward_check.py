@@ -173,7 +173,7 @@ OF_BOTH = [
     whole(
         CentersTheBatch,
         {},
-        r"since layer 'centers.*' looks at the other rows of a batch: change that, use --strategy=default",
+        r"since layer 'centers.*' looks at the other rows of a batch: change that, use strategy=default",
     ),
     whole(Ranks, {}, r"since layer 'ranks.*' looks at the other rows"),
     whole(CentersUnlessItTrains, {}, r"since layer 'centers_unless_it_trains.*' looks at the other rows"),
@@ -182,7 +182,7 @@ OF_BOTH = [
 ]
 OF_MEASURES = [
     *OF_BOTH,
-    (KeepsTheLargest, {}, r"metric 'largest' differs by .*: leave it out, use --strategy=default, or accept it"),
+    (KeepsTheLargest, {}, r"metric 'largest' differs by .*: leave it out, use strategy=default, or accept it"),
     (SumsItsLoss, {}, r"add_loss differs by .*, which layer sums_its_loss.* gives: make it a mean over the examples"),
     whole(L.ReLU, {"model": SumStep},
           r"log 'total' differs by .*: what test_step of SumStep gives is no mean over examples"),

@@ -301,7 +301,8 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         why = "the workers have read other inputs, as is right only where each draws random changes of the same data"
         logger.info(f"WARNING: not checked whether {comparison} agree: {why}")
         return False
-    logger.info(f"checking whether {comparison} {_VERB[comparison.kind]} this model")
+    if comparison.kind == "train":  # which takes longest, up to half a minute of deep networks
+        logger.info(f"checking whether {comparison} agree on this model")
     start, repeated = time.perf_counter(), dict[str, float]()
     probe = EquivalenceProbe(step, rows, comparison)
     try:
