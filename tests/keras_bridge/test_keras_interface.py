@@ -637,9 +637,9 @@ def test_connect_refuses_what_it_does_not_know(connect):
         match="has no option 'gpus': known are strategy, devices, virtual_devices, ",
     ):
         tfdist.connect("default", gpus=2)
-    with pytest.raises(tfdist.UserError, match="^virtual_devices=9 comes too late, TensorFlow has already started"):
+    with pytest.raises(tfdist.UserError, match=r"^virtual_devices=9 comes too late, TensorFlow has already started"):
         tfdist.connect("mirrored", virtual_devices=9)
-    with pytest.raises(tfdist.UserError, match="^strategy=mirrored needs at least 2 devices"):
+    with pytest.raises(tfdist.UserError, match=r"^strategy=mirrored needs at least 2 devices"):
         tfdist.connect("mirrored", virtual_devices=1)
 
 
@@ -654,7 +654,7 @@ def test_xla_and_synchronized_batch_norm(connect):
     distribution = dataclasses.replace(connect(2), jit="on")
     with distribution.scope():
         model = training_cases.compiled(training_cases.batch_norm())
-    with pytest.raises(tfdist.UserError, match="^jit=on cannot compile synchronized BatchNorm over several replicas"):
+    with pytest.raises(tfdist.UserError, match=r"^jit=on cannot compile synchronized BatchNorm over several replicas"):
         fit(model, distribution)
     for replicas in (1, 2):
         compiled = dataclasses.replace(connect(replicas), jit="on")
