@@ -489,6 +489,9 @@ def test_predictions_go_on_from_the_state_before(connect, rows):
             expected.append(state)
         predicted = tfdist.predict(model, x, batch_size=rows, verbose=0, distribution=connect(1))
         np.testing.assert_allclose(predicted, np.concatenate(expected), atol=1e-5)
+    if rows == 2:
+        with pytest.raises(tfdist.UserError, match="carry on 2 rows: give full batches"):
+            tfdist.predict(model, x[:3], batch_size=2, verbose=0, distribution=connect(1))
     with connect(2).scope():
         model = keras.Sequential([keras.Input((3, 4), batch_size=2), keras.layers.SimpleRNN(3, stateful=True)])
     with pytest.raises(tfdist.UserError, match="is stateful"):

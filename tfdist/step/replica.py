@@ -206,11 +206,15 @@ class Replica:
         on_gpu = self._on_gpu and not isinstance(batch, HostSlice)
         with tf.device("CPU:0") if on_gpu else contextlib.nullcontext():
             rows = batch.micro_batch(layout, count, micro, replica if virtual is None else virtual)
-        fixed = keras_internals.fixed_batch(self.model)
-        if fixed and keras_internals.stateful_layers(self.model):
+        carried = keras_internals.fixed_batch(self.model) if keras_internals.stateful_layers(self.model) else None
+        if carried:
+            what = f"stateful layers carry on {carried} rows: give full batches, of the size that the model is made for"
+            if isinstance(rows.size, int) and rows.size != carried:
+                raise UserError(what)
             # Else the loop over time of a layer whose state has one row would not know that its shape stays.
-            shaped = lambda t: tf.ensure_shape(t, [fixed, *t.shape[1:]]) if t.shape.rank else t
-            rows = rows._replace(data=keras.tree.map_structure(shaped, rows.data))
+            with tf.control_dependencies([tf.debugging.Assert(tf.equal(rows.size, carried), [what])]):
+                shaped = lambda t: tf.ensure_shape(tf.identity(t), [carried, *t.shape[1:]]) if t.shape.rank else t
+                rows = rows._replace(data=keras.tree.map_structure(shaped, rows.data))
         return rows
 
     def forward(self, x: Structure, training: bool) -> Structure:
