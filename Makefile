@@ -31,9 +31,9 @@ test-oldest: .venv-oldest/ready
 faults: .venv/ready horovod
 	$(BIN)/python -m pytest -m "faults and not whole"
 
-# Ray, KerasTuner, Optuna and KerasHub, beside TensorFlow in an environment of their own.
+# Ray, KerasTuner, Optuna, KerasHub, MLflow and wandb, beside TensorFlow in an environment of their own.
 engines: .venv/ready .venv-engines/ready
-	$(BIN)/python -m pytest -m engines tests/engines
+	$(BIN)/python -m pytest -m engines tests/engines tests/examples
 
 # Keras' own tests of fit, evaluate, predict and callbacks: by Keras itself, and answered by tfdist on one device and on
 # two replicas, which fail where they do not pass what Keras does. KERAS is a checkout of Keras of the installed version.
@@ -137,7 +137,7 @@ bench-workers: .venv/ready horovod
 	$(PYTHON) -m venv .venv-engines
 	.venv-engines/bin/python -m pip install --quiet --upgrade pip
 	.venv-engines/bin/python -m pip install --quiet --editable . 'ray[train]==2.60.*' 'keras-tuner[bayesian]==1.4.*' \
-	  'keras-hub==0.32.*' 'optuna>=5,<6'
+	  'keras-hub==0.32.*' 'optuna>=5,<6' 'mlflow==3.17.*' 'wandb==0.31.*'
 	touch $@
 
 # TensorFlow for TPUs, as docs/strategies.md has it installed. It starts without a TPU, and knows its kernels.
