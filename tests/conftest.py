@@ -11,6 +11,7 @@ import sys
 import tempfile
 
 import pytest
+from absl import flags
 from support import covering, processes, scheduling
 
 import tfdist
@@ -71,6 +72,12 @@ def pytest_sessionfinish(session, exitstatus):
 
 def pytest_xdist_make_scheduler(config, log):
     return scheduling.ByPart(config, log) if config.option.dist == "loadscope" else None
+
+
+@pytest.fixture(autouse=True)
+def no_command():
+    """Messages name arguments, but for a process that has parsed flags, as another test may have in this one."""
+    flags.FLAGS.unparse_flags()
 
 
 @pytest.fixture(scope="session")

@@ -100,7 +100,7 @@ def test_gradients_that_travel_in_half_the_bytes(dtype, tolerance, world, worker
     name = f"sums in {dtype}"
     found = workers[0][name]
     if dtype == "bfloat16" and world.startswith("horovod"):
-        assert found == "reduce_dtype='bfloat16' cannot be used with --strategy=horovod: use float16"
+        assert found == "reduce_dtype='bfloat16' cannot be used with strategy=horovod: use float16"
         return
     plain = reference(next(c for c in training_cases.CASES if c.name == "uneven tail"))
     distance = training_cases.distance(found[0], plain[0])
