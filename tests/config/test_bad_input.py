@@ -25,6 +25,8 @@ BAD_INPUT = cases("""
 --stratgy=mirrored => unknown flag --stratgy: did you mean --strategy=mirrored?
 --epocs=3 => unknown flag --epocs: did you mean --config.train.epochs=3?
 --batch_size 32 => unknown flag --batch_size: did you mean --config.train.batch_size=32?
+--gpus=0,1 => unknown flag --gpus: did you mean --devices=0,1?
+--flagfile=typo.flags => unknown flag --epocs: did you mean --config.train.epochs=3?
 --num_gpus=2 => unknown flag --num_gpus: did you mean --devices=idle:2?
 train.py => flags are written --name=value, and tfdist run train.py trains a script
 --lr=0.1 => unknown flag --lr: did you mean --config.optimizer.learning_rate=0.1?
@@ -187,6 +189,7 @@ def files(tmp_path):
     (tmp_path / "raises.py").write_text("def get_config():\n    return 1 / 0\n")
     (tmp_path / "empty.py").write_text("\n")
     (tmp_path / "text.keras").write_text("not looked into")
+    (tmp_path / "typo.flags").write_text("--epocs=3\n")
     typed = "import tfdist.config as c\ndef get_config():\n    return c.Experiment(data=c.Data(image_size=224))\n"
     (tmp_path / "typed.py").write_text(typed)
     (tmp_path / "number.py").write_text("def get_config():\n    return 3\n")

@@ -55,7 +55,7 @@ def test_a_worker_waits_for_the_chiefs_server():
 
 def test_too_little_address_space_is_refused_before_tensorflow_is_imported(monkeypatch):
     """TensorFlow would end the process in C++, or wait for memory for ever."""
-    monkeypatch.setattr(tf_devices, "start", lambda: (tf, [], ""))
+    monkeypatch.setattr(tf_devices, "start", lambda: (tf, [], []))
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (3_000_000_000, resource.RLIM_INFINITY))
     with refused(r"^ulimit -v allows 3.0 GB of address space, and TensorFlow needs 4 GB or more: raise it, or run"):
         tf_devices.prepare(PlacementOptions(), gpus.Survey(), gpus.Selection((), None))

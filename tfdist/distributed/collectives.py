@@ -11,8 +11,7 @@ WORDS = 1 << 22  # 64-bit words per broadcast to the other workers
 BUCKET_BYTES = 1 << 20
 """Tensors below this size travel together: each collective costs a round of messages. Larger ones go alone, so that
 they start while the backward pass still computes, and are not copied into a bucket (benchmarks/README.md)."""
-_INTEGERS = {2: tf.int16, 4: tf.int32, 8: tf.int64}  # by their bytes
-_SUMMED = {2: tf.int32, 4: tf.int32, 8: tf.int64}  # which collectives know
+INTEGERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # by their bytes
 
 
 def bucketed(
@@ -159,9 +158,10 @@ def gather_by_sum(
     """Concatenates flat tensors of all replicas, by a sum of zeros and their bits: as a number, -0.0 would be 0.0."""
     places = []
     for own in slices:
-        bits, size = tf.cast(tf.bitcast(own, _INTEGERS[own.dtype.size]), _SUMMED[own.dtype.size]), own.shape[0]
+        known = tf.int64 if own.dtype.size == 8 else tf.int32  # to collectives
+        bits, size = tf.cast(tf.bitcast(own, INTEGERS[own.dtype.size]), known), own.shape[0]
         place = tf.pad(bits, [[replica * size, (replicas - 1 - replica) * size]])
         place.set_shape([replicas * size])
         places.append(place)
     sums = all_sum(places)
-    return [tf.bitcast(tf.cast(t, _INTEGERS[s.dtype.size]), s.dtype) for t, s in zip(sums, slices)]
+    return [tf.bitcast(tf.cast(t, INTEGERS[s.dtype.size]), s.dtype) for t, s in zip(sums, slices)]

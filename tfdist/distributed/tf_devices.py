@@ -15,6 +15,7 @@ from tfdist.errors import UserError
 if TYPE_CHECKING:
     import tensorflow as tf
 
+_SIGNS = ("dlopen", "cuInit", "libcud", "cuda drivers", "driver version", "CUDA_ERROR", "Skipping registering")
 LEAST_ADDRESS_SPACE = 4_000_000_000  # bytes with which a small model trains on two cores
 
 
@@ -34,11 +35,9 @@ def prepare(
     tf, seen, said = start()
     wanted = len(selection.gpus)
     if len(seen) < wanted:  # else it would train on the CPU in silence
-        signs = ("dlopen", "cuInit", "libcud", "cuda drivers", "driver version")
-        reasons = [line.partition("] ")[2] or line for line in said.splitlines() if any(s in line for s in signs)]
         raise UserError(
             f"the driver lists {wanted} usable GPU{'s' * (wanted > 1)} ({selection.gpus[0].name}) "
-            f"and TensorFlow sees {len(seen)}{f' ({reasons[-1].strip()})' if reasons else ''}",
+            f"and TensorFlow sees {len(seen)}{f' ({said[0].strip()})' if said else ''}",
             "install TensorFlow with CUDA (pip install 'tfdist[cuda]'), "
             "or train on the CPU with --strategy=default --devices=none",
         )
@@ -66,14 +65,15 @@ def prepare(
     return tuple(f"CPU:{i}" for i in range(virtual or 1))
 
 
-def start() -> "tuple[ModuleType, list[tf.config.PhysicalDevice], str]":
-    """Imports TensorFlow and lists its GPUs; returns what it prints, too, which tells why it does not see one."""
+def start() -> "tuple[ModuleType, list[tf.config.PhysicalDevice], list[str]]":
+    """Imports TensorFlow and lists its GPUs; returns the lines, too, that it prints of why it does not see one."""
     with standard_error.kept() as kept:
         import tensorflow as tf
 
         seen = tf.config.list_physical_devices("GPU")
         kept.seek(0)
-        return tf, seen, kept.read().decode(errors="replace")
+        printed = kept.read().decode(errors="replace").splitlines()
+        return tf, seen, [line.partition("] ")[2] or line for line in printed if any(s in line for s in _SIGNS)]
 
 
 def _configure(action: Callable[[], object], what: str) -> None:

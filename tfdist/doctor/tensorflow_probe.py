@@ -19,7 +19,6 @@ from tfdist.doctor.check import Finding, fail, ok, refused, warn
 from tfdist.errors import UserError
 
 CUDA = "pip install 'tfdist[cuda]'"
-_SIGNS = ("dlopen", "cuInit", "libcud", "cuda drivers", "driver version", "CUDA_ERROR", "Skipping registering")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,10 +133,9 @@ def names(answer: Answer, survey: gpus.Survey, environ: Mapping[str, str]) -> di
 
 
 def _look() -> dict[str, object]:
-    tf, seen, printed = tf_devices.start()
+    tf, seen, lines = tf_devices.start()
     import keras
 
-    lines = [line.partition("] ")[2] or line for line in printed.splitlines() if any(s in line for s in _SIGNS)]
     shown = []
     for gpu in seen:
         details: dict = {}

@@ -6,12 +6,12 @@ import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout, MicroBatch, with_shape
 from tfdist.data.structures import Structure
+from tfdist.distributed.collectives import INTEGERS
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge.keras_internals import MASK
 
 _SMALL = (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16)  # types that collectives do not know
-_INTEGERS = {2: tf.int16, 4: tf.int32, 8: tf.int64}  # by their bytes
 _LONG = (tf.int64, tf.uint64)  # types that those of a TPU do not know, either
 
 
@@ -69,14 +69,14 @@ def of_virtual_replicas(distribution: Distribution, values: Structure, layout: L
 
 def _bits(value: tf.Tensor) -> tf.Tensor:
     """Returns the bits of values as int64: added up as numbers, 0.0 and -0.0 would become 0.0."""
-    return tf.cast(tf.bitcast(value, _INTEGERS[value.dtype.size]) if value.dtype.is_floating else value, tf.int64)
+    return tf.cast(tf.bitcast(value, INTEGERS[value.dtype.size]) if value.dtype.is_floating else value, tf.int64)
 
 
 def _of_bits(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Returns the values that `_bits` was given, of this type."""
     if not dtype.is_floating:
         return tf.cast(bits, dtype)
-    return tf.bitcast(tf.cast(bits, _INTEGERS[dtype.size]), dtype)
+    return tf.bitcast(tf.cast(bits, INTEGERS[dtype.size]), dtype)
 
 
 def _sums(distribution: Distribution, tensors: list[tf.Tensor]) -> list[tf.Tensor]:

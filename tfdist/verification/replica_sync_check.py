@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from tfdist.distributed.collectives import INTEGERS
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import TrainingError
 from tfdist.keras_bridge import keras_internals, preconditions, zero
 
 EVERY = 1000  # updates between two comparisons
 PIECE = 1 << 16  # elements of a weight that are summed at a time
-_BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 class ReplicaSyncCheck:
@@ -118,7 +118,7 @@ def _checksums_of(variables: Sequence[tf.Variable]) -> tf.Tensor:
     for variable in variables:
         value = tf.convert_to_tensor(variable)
         value = tf.cast(value, tf.int8) if value.dtype == tf.bool else value
-        bits = tf.reshape(tf.bitcast(value, _BITS[value.dtype.size]), [-1])
+        bits = tf.reshape(tf.bitcast(value, INTEGERS[value.dtype.size]), [-1])
         parts.setdefault(bits.dtype if bits.shape[0] < PIECE else id(variable), []).append(bits)
     # A model of Rescaling alone has nothing to stack.
     sums = [_checksum(tf.concat(bits, 0) if len(bits) > 1 else bits[0]) for bits in parts.values()]

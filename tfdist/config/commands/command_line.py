@@ -124,8 +124,9 @@ def _parse_flags(argv: list[str]) -> list[str]:
     try:
         rest = flags.FLAGS(argv)
     except flags.UnrecognizedFlagError as error:
-        following = [word for word in argv[argv.index(error.flagvalue) + 1 :][:1] if "-" not in word[:1]]
-        value = "".join(error.flagvalue.partition("=")[2:] if "=" in error.flagvalue else following)
+        given = error.flagvalue  # in --flagfile, perhaps
+        following = argv[argv.index(given) + 1 :][:1] if given in argv else []
+        value = given.partition("=")[2] if "=" in given else "".join(word for word in following if word[:1] != "-")
         raise UserError(f"unknown flag --{error.flagname}: {_meant(error.flagname, value)}") from None
     except flags.Error as error:
         text = re.sub(r"Unable to parse value .*", "is a group of fields: set one of them", one_line(error))
@@ -133,7 +134,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
         text = re.sub(r"could not convert string to float.*", "is no number: give one, such as 0.1", text)
         raise UserError(text) from None
     if len(rest) > 1:
-        script = f", and tfdist run {rest[1]} trains a script" if rest[1].endswith(".py") else ""
+        script = f", and tfdist run {rest[1]} trains a script" * rest[1].endswith(".py")
         raise UserError(f"unexpected argument {rest[1]!r}: flags are written --name=value{script}")
     return rest
 
@@ -144,11 +145,12 @@ def _meant(name: str, value: str) -> str:
     if "config" in names:
         fields = {field.rpartition(".")[2]: field for field in reversed(config.flat(config.Experiment()))}
         names = {**fields, "lr": "config.optimizer.learning_rate", "model": "config.model.name", **names}
-        names |= {"data": "config.data.name", "gpus": "devices=idle:", "num_gpus": "devices=idle:"}
+        gpus = dict.fromkeys(("gpus", "num_gpus"), "devices=" if "," in value else "devices=idle:")
+        names |= {"data": "config.data.name", **gpus}
     near = difflib.get_close_matches(name, names, n=1)
-    meant = names[near[0]] + "=" * (bool(value) and "=" not in names[near[0]]) if near else ""
-    of_script = ", and those of a script stand behind it" * ("nnodes" in names)
-    return f"did you mean --{meant}{value}?" if meant else f"--help lists those that there are{of_script}"
+    if not near:
+        return "--help lists those that there are" + ", and those of a script stand behind it" * ("nnodes" in names)
+    return f"did you mean --{names[near[0]]}{'=' * (bool(value) and '=' not in names[near[0]])}{value}?"
 
 
 def main(

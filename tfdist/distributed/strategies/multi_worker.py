@@ -100,9 +100,8 @@ class SharedMemory:
         wholes = []
         for tensor in tensors:
             self._used += 1
-            bits = tf.bitcast(tensor, tf.uint8)  # NumPy does not know bfloat16
-            gather = functools.partial(self._through.gather, self._used)
-            whole = tf.numpy_function(gather, [tf.reshape(bits, [-1])], tf.uint8)
+            bits = tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])  # NumPy does not know bfloat16
+            whole = tf.numpy_function(functools.partial(self._through.gather, self._used), [bits], tf.uint8)
             whole = tf.bitcast(tf.reshape(whole, [-1, tensor.dtype.size]), tensor.dtype)
             # A copy, since weights that it is assigned to would keep its memory from the next sums.
             wholes.append(tf.raw_ops.DeepCopy(x=tf.ensure_shape(whole, [self._workers * tensor.shape[0]])))
