@@ -219,9 +219,7 @@ class _Outcome(NamedTuple):
     def of(cls, probe: EquivalenceProbe, some: Sequence[int] | None = None) -> "_Outcome":
         """Computes all rows, or some, in both ways, and as a whole in the opposite order."""
         whole, backwards = probe.run(True, some=some), probe.run(True, backwards=True, some=some)
-        parts = probe.run(False, some=some)
-        types = {layer.compute_dtype for layer in keras_internals.flat_layers(probe.model)}
-        rounding = max(ROUNDING_OF_HALF_PRECISION.get(kind, ROUNDING) for kind in types)
+        parts, rounding = probe.run(False, some=some), _rounding(probe.model)
         distances = whole.distance(parts)
         if probe.own_training:  # which may clip what is as large in other rows
             whole_large = probe.run(True, factor=LARGE, some=some)
@@ -236,6 +234,39 @@ class _Outcome(NamedTuple):
     def disagreements(self) -> dict[str, float]:
         """Returns what differs by more than rounding."""
         return {name: distance for name, distance in self.distances.items() if not distance <= self.limit}
+
+
+def _rounding(model: keras.Model) -> float:
+    """Returns the relative difference that is rounding in the types that the layers compute in."""
+    types = {layer.compute_dtype for layer in keras_internals.flat_layers(model)}
+    return max(ROUNDING_OF_HALF_PRECISION.get(kind, ROUNDING) for kind in types)
+
+
+def _agree_op_by_op(step: Step, rows: tuple[Structure, ...], comparison: Comparison) -> _Outcome | None:
+    """Compares without tracing, which takes several times as long, and in float64 where rounding is large.
+
+    Returns:
+      What has been computed where both ways agree on all workers. None where they do not, which the compiled functions
+      must show, too, and where some code is the user's own, which may compute something else where it is traced.
+    """
+    if step.distribution.static_shapes or tf.config.functions_run_eagerly() or _runs_own(step.model, comparison.kind):
+        return None
+    outcome = None
+    tf.config.run_functions_eagerly(True)
+    try:
+        for precise in (contextlib.nullcontext(), keras_internals.computing_in(step.model, "float64")):
+            with precise:
+                probe, rounding = EquivalenceProbe(step, rows, comparison), _rounding(step.model)
+                whole = probe.run(True)
+                distances = whole.distance(probe.run(False))
+            if whole.is_finite() and max(distances.values(), default=0.0) <= rounding:
+                outcome = _Outcome(whole, True, {}, distances, rounding, True)
+                break
+    except (ValueError, TypeError, tf.errors.OpError):
+        pass  # the compiled functions will say more
+    finally:
+        tf.config.run_functions_eagerly(False)
+    return outcome if all(step.distribution.peers.gather("whether replicas agree", outcome is not None)) else None
 
 
 def _of_some_rows(probe: EquivalenceProbe, groups: list[list[int]]) -> _Outcome | None:
@@ -307,7 +338,7 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
     probe = EquivalenceProbe(step, rows, comparison)
     try:
         with distribution.peers.during("compiling"), step_calls.eagerly(step.model):
-            outcome = _Outcome.of(probe)
+            outcome = _agree_op_by_op(step, rows, comparison) or _Outcome.of(probe)
             if outcome.is_conclusive and not outcome.disagreements() and _runs_own(step.model, comparison.kind):
                 outcome = _of_some_rows(probe, probe.some_rows()) or outcome
             if not outcome.is_conclusive:

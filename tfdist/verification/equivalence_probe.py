@@ -26,6 +26,8 @@ from tfdist.step.step import Step, spread_over
 from tfdist.verification import user_code
 
 PIECE = 1 << 16  # numbers that are compared at a time
+_SETTING = keras.layers.SpectralNormalization
+"""The layer of Keras' that sets a weight to train where it is called."""
 STATE, METRIC, OUTPUT = "the variable", "metric", "output"  # prefixes of the names of some values
 
 
@@ -216,6 +218,10 @@ class EquivalenceProbe:
         foreign: list[tf.Variable] = []
         if tf.config.functions_run_eagerly():
             others = trained
+            if not model.run_eagerly:  # see _agree_op_by_op: all weights would be gigabytes to keep
+                setting = [la for la in keras_internals.flat_layers(model) if isinstance(la, _SETTING)]
+                written = [*keras_internals.carried_states(model), *(w for la in setting for w in la.trainable_weights)]
+                others = [copy for variable in written for copy in keras_internals.copies(variable)]
         else:
             # As in a training, the graph does not know how many rows there are, unless all shapes must be known: Keras
             # takes what has one column and as many rows as another tensor has columns for a bias (keras.ops.add).
