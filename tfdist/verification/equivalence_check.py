@@ -252,11 +252,10 @@ def _agree_op_by_op(step: Step, rows: tuple[Structure, ...], comparison: Compari
     if step.distribution.static_shapes or tf.config.functions_run_eagerly() or _runs_own(step.model, comparison.kind):
         return None
     outcome = None
-    tf.config.run_functions_eagerly(True)
     try:
         for precise in (contextlib.nullcontext(), keras_internals.computing_in(step.model, "float64")):
             with precise:
-                probe, rounding = EquivalenceProbe(step, rows, comparison), _rounding(step.model)
+                probe, rounding = EquivalenceProbe(step, rows, comparison, keras_only=True), _rounding(step.model)
                 whole = probe.run(True)
                 distances = whole.distance(probe.run(False))
             if whole.is_finite() and max(distances.values(), default=0.0) <= rounding:
@@ -264,8 +263,6 @@ def _agree_op_by_op(step: Step, rows: tuple[Structure, ...], comparison: Compari
                 break
     except (ValueError, TypeError, tf.errors.OpError):
         pass  # the compiled functions will say more
-    finally:
-        tf.config.run_functions_eagerly(False)
     return outcome if all(step.distribution.peers.gather("whether replicas agree", outcome is not None)) else None
 
 

@@ -102,10 +102,13 @@ class _Function(NamedTuple):
 
 
 class EquivalenceProbe:
-    """Computes the same rows, (x, y, weight) as far as needed, on one replica, and in the parts that share them."""
+    """Computes the same rows, (x, y, weight) as far as needed, on one replica, and in the parts that share them.
 
-    def __init__(self, step: Step, rows: tuple[Structure, ...], comparison: Comparison):
-        self.step, self.rows, self.comparison = step, rows, comparison
+    With `keras_only`, operation by operation: all code must be Keras', which computes the same where it is traced.
+    """
+
+    def __init__(self, step: Step, rows: tuple[Structure, ...], comparison: Comparison, keras_only: bool = False):
+        self.step, self.rows, self.comparison, self._keras_only = step, rows, comparison, keras_only
         self._distribution = step.distribution
         self._training = comparison.kind == "train"
         self._own = "" if comparison.kind == "predict" else step.own_steps[comparison.kind]
@@ -177,8 +180,10 @@ class EquivalenceProbe:
         order = tf.constant(some if some is not None else range(self.count), tf.int32)
         order = order[::-1] if backwards else order
         before: list[tuple[tf.Variable, np.ndarray]] = []
-        counted = _python_numbers(self.model) if tf.config.functions_run_eagerly() else []
+        eagerly = tf.config.functions_run_eagerly()
+        counted = _python_numbers(self.model) if eagerly else []
         try:
+            tf.config.run_functions_eagerly(eagerly or self._keras_only)
             with self._unchanged():
                 function = self._function(whole)
                 before = [(variable, variable.numpy()) for variable in function.others]
@@ -190,6 +195,7 @@ class EquivalenceProbe:
                     for variable in function.foreign:
                         values[f"{STATE} {_name(variable)!r}"] = tf.convert_to_tensor(variable)
         finally:
+            tf.config.run_functions_eagerly(eagerly)
             for variable, value in before:
                 variable.assign(value)
             moved = [entry for entry in counted if getattr(*entry[:2], entry[2]) != entry[2]]
@@ -216,12 +222,12 @@ class EquivalenceProbe:
         call = tf.function(self._traced(whole), autograph=False)
         trained = [] if self._own else [c for v in model.trainable_variables for c in keras_internals.copies(v)]
         foreign: list[tf.Variable] = []
-        if tf.config.functions_run_eagerly():
+        if self._keras_only:  # all weights would be gigabytes to keep
+            setting = [la for la in keras_internals.flat_layers(model) if isinstance(la, _SETTING)]
+            written = [*keras_internals.carried_states(model), *(w for la in setting for w in la.trainable_weights)]
+            others = [copy for variable in written for copy in keras_internals.copies(variable)]
+        elif tf.config.functions_run_eagerly():
             others = trained
-            if not model.run_eagerly:  # see _agree_op_by_op: all weights would be gigabytes to keep
-                setting = [la for la in keras_internals.flat_layers(model) if isinstance(la, _SETTING)]
-                written = [*keras_internals.carried_states(model), *(w for la in setting for w in la.trainable_weights)]
-                others = [copy for variable in written for copy in keras_internals.copies(variable)]
         else:
             # As in a training, the graph does not know how many rows there are, unless all shapes must be known: Keras
             # takes what has one column and as many rows as another tensor has columns for a bias (keras.ops.add).
