@@ -140,6 +140,17 @@ def copies(variable: keras.Variable) -> tuple[tf.Variable, ...]:
     return tuple(getattr(variable.value, "values", (variable.value,)))
 
 
+def let_first_replica_speak(variable: keras.Variable) -> None:
+    """Lets code outside of the replicas read the first's copy of a metric's variable, and assign the same to all.
+
+    TensorFlow would add them up, and assign a part to each, as Keras asks for when it creates them. Only TPUs' have a
+    policy that decides.
+    """
+    for decides in (variable.value, getattr(variable.value, "_policy", None)):
+        if hasattr(decides, "_aggregation"):
+            decides._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+
+
 def read_copy(copy: tf.Variable) -> tf.Tensor:
     """Reads this replica's copy of a variable; the variable's own method would meet the other replicas."""
     return tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)

@@ -76,6 +76,8 @@ def classify(model: keras.Model, y: Structure, y_pred: Structure) -> None:
                 usual.append(_adds_up(metric, twice(pair.y_true), twice(pair.y_pred)))
             if not all(usual) or unlikely is False:
                 _WHOLE.add(metric)
+                for variable in metric.variables:  # which callbacks read and set outside of the replicas
+                    keras_internals.let_first_replica_speak(variable)
 
 
 def check(model: keras.Model, split_by: str) -> None:
@@ -166,22 +168,16 @@ def results(model: keras.Model, distribution: Distribution, losses: bool = False
     Args:
       losses: also of those in which Keras averages the losses; without a step of the model's own nothing updates them.
     """
-    whole = whole_metrics(model)
-    if distribution.workers > 1:
-        return _of_workers(model, distribution, whole, losses)
-    with _known_results(whole, distribution):
-        return of_replica(model, losses)
+    return of_replica(model, losses) if distribution.workers == 1 else _of_workers(model, distribution, losses)
 
 
-def _of_workers(
-    model: keras.Model, distribution: Distribution, whole: list[keras.Metric], losses: bool
-) -> dict[str, tf.Tensor]:
+def _of_workers(model: keras.Model, distribution: Distribution, losses: bool) -> dict[str, tf.Tensor]:
     """Returns the results of all metrics from one sum of all that they have counted.
 
     TensorFlow would sum each variable when it is read, in a message of its own, one after the other. Over a link with a
     latency of 20 ms that took longer than the updates of a call.
     """
-    others = [*whole, *([] if losses else keras_internals.loss_metrics(model))]
+    others = [*whole_metrics(model), *([] if losses else keras_internals.loss_metrics(model))]
     apart = {id(v) for metric in others for v in metric.variables}
     summed = [v for metric in model.metrics for v in metric.variables if id(v) not in apart]
 
@@ -213,24 +209,6 @@ def _flat(results: dict[str, object]) -> dict[str, object]:
     for name, value in results.items():
         flat.update(_flat(value) if isinstance(value, dict) else {name: value})
     return flat
-
-
-@contextlib.contextmanager
-def _known_results(metrics: list[keras.Metric], distribution: Distribution) -> Iterator[None]:
-    """Lets metrics that must see a whole batch return, within it, what each replica has of all examples."""
-    if not metrics:
-        yield
-        return
-
-    def of_replica() -> list:
-        # A result may be a variable itself, which would be the sum over the replicas outside of them.
-        return [keras.tree.map_structure(tf.convert_to_tensor, metric.result()) for metric in metrics]
-
-    of_replicas = distribution.run(of_replica, ())
-    results = [keras.tree.map_structure(lambda v: distribution.local(v)[0], value) for value in of_replicas]
-    known = [(metric, lambda value=value: value) for metric, value in zip(metrics, results)]
-    with keras_internals.replaced("result", known):
-        yield
 
 
 def add_losses(
