@@ -17,7 +17,7 @@ from tfdist.data.sources import Arrays
 from tfdist.data.spec import Spec
 from tfdist.keras_bridge import keras_internals
 from tfdist.models import build as models
-from tfdist.models import freezing, pretrained
+from tfdist.models import pretrained
 
 L = keras.layers
 IMAGES = zoo_cases.images(16, 3)
@@ -263,7 +263,7 @@ def test_freeze(text, trained, said):
 
 def test_freeze_what_is_inside_of_other_layers():
     model = numbered(3)
-    freezing.freeze(model, "inner, forward_*, query")
+    models.freeze(model, "inner, forward_*, query")
     frozen = {v.path for v in keras_internals.fixed_variables(model)}
     assert len([p for p in frozen if "inner" in p or "batch_norm" in p]) >= 4
     assert any("forward" in p for p in frozen) and any("query" in p for p in frozen)

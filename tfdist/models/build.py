@@ -1,7 +1,11 @@
 """The model of an experiment: by name, from a file or the user's own, with the weights that it starts from."""
 
 import dataclasses
-from collections.abc import Callable
+import difflib
+import fnmatch
+import math
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import keras
 
@@ -13,12 +17,15 @@ from tfdist.data.sources import Source, one_hot
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals
-from tfdist.models import freezing, objective, pretrained
+from tfdist.models import objective, pretrained
 from tfdist.models.zoo import keras_applications, layers, small, vision
 
 _ZOO: dict[str, Callable[..., keras.Model]] = {
     name: getattr(small, name, None) or getattr(vision, name) for name in config.MODELS
 }
+
+_Named: TypeAlias = tuple[keras.Layer, tuple[str, ...]]
+_SHOWN = 8  # names of layers in a message
 
 
 def set_precision(precision: str) -> None:
@@ -54,7 +61,7 @@ def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> ker
         if wanted.name in config.APPLICATIONS:
             keras_applications.correct(model)
     if wanted.freeze:
-        lines.append(freezing.freeze(model, wanted.freeze))
+        lines.append(freeze(model, wanted.freeze))
     for line in [] if quiet else lines:
         logger.info(line)
     return model
@@ -171,3 +178,52 @@ def _loaded(path: str, precision: str, spec: Spec) -> keras.Model:
         if units is not None and (units < spec.classes or (units > spec.classes and len(outputs[0].shape) == 2)):
             raise UserError(f"model.name={path!r} has {units} outputs, the data {spec.classes} classes", advice)
     return model
+
+
+def freeze(model: keras.Model, text: str) -> str:
+    """Freezes layers of a built model, as `layer.trainable = False` does: BatchNorm then predicts.
+
+    Returns a line on it. `text` has patterns of layer names such as `conv*, block1_*`, which also stand for what is
+    inside of a layer. One with `!` before it takes out what it matches; if all have one, everything else is frozen.
+    """
+    patterns = [pattern.strip() for pattern in text.split(",")]
+    layers = list(_with_weights(model, ()))
+    for pattern in patterns:
+        if not any(_matches(names, pattern.removeprefix("!")) for _, names in layers):
+            raise UserError(f"model.freeze: {pattern!r} matches no layer with weights{_near(pattern, layers)}")
+    wanted = [p for p in patterns if not p.startswith("!")] or ["*"]
+    excepted = [p[1:] for p in patterns if p.startswith("!")]
+    frozen = 0
+    for layer, names in layers:
+        if any(_matches(names, p) for p in wanted) and not any(_matches(names, p) for p in excepted):
+            layer.trainable = False
+            frozen += 1
+    if not model.trainable_variables:
+        what = f"model.freeze={text!r} leaves nothing to train"
+        raise UserError(what, f"leave layers out, such as !{layers[-1][1][0]}")
+    if not frozen:
+        raise UserError(f"model.freeze={text!r} freezes nothing", "take out fewer layers")
+    trained, total = (sum(math.prod(v.shape) for v in part) for part in (model.trainable_variables, model.weights))
+    return f"frozen: {frozen} of {len(layers)} layers with weights; {trained:,} of {total:,} numbers train"
+
+
+def _with_weights(layer: keras.Layer, names: tuple[str, ...]) -> Iterator[_Named]:
+    """Yields the layers that own weights, with their names and those of the layers around them, from the inside out."""
+    for inner in keras_internals.flat_layers(layer, include_self=False, recursive=False):
+        around = (inner.name, *names)
+        if keras_internals.own_variables(inner):
+            yield inner, around
+        yield from _with_weights(inner, around)
+
+
+def _matches(names: tuple[str, ...], pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+def _near(pattern: str, layers: list[_Named]) -> str:
+    """How the message of an unknown name ends; a network has too many layers to list them all."""
+    names = list(dict.fromkeys(names[-1] for _, names in layers))
+    inner = [name for _, around in layers for name in around]
+    near = difflib.get_close_matches(pattern.strip("!*?"), inner, n=1)
+    known = ", ".join(names[:_SHOWN]) + (f", ... {names[-1]} ({len(names)} in all)" if len(names) > _SHOWN else "")
+    return f"{f': did you mean {near[0]!r}? Layers' if near else ': layers'} are {known}"

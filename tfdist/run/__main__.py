@@ -18,7 +18,7 @@ from tfdist.config import field_syntax, runtime_options
 from tfdist.config.commands import command_line, help_page
 from tfdist.config.runtime_options import PlacementOptions, ResumeOptions
 from tfdist.errors import UserError
-from tfdist.run.program import Options, Program
+from tfdist.run import Options, Program
 
 _LAUNCH = {
     "nproc_per_node": "Worker processes on this machine, or auto for one per GPU.",

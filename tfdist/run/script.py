@@ -21,8 +21,8 @@ from tfdist.config.runtime_options import Environment, PlacementOptions
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import PeerError, TrainingError, UserError
+from tfdist.run import Options, Program
 from tfdist.run.kept_fits import KeptFits
-from tfdist.run.program import Options, Program
 from tfdist.trainer import keras_patch, worker_session
 
 _MOST_FILES = 10_000  # written files that are compared over workers

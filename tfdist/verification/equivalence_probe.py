@@ -26,8 +26,6 @@ from tfdist.step.step import Step, spread_over
 from tfdist.verification import user_code
 
 PIECE = 1 << 16  # numbers that are compared at a time
-_SETTING = keras.layers.SpectralNormalization
-"""The layer of Keras' that sets a weight to train where it is called."""
 STATE, METRIC, OUTPUT = "the variable", "metric", "output"  # prefixes of the names of some values
 
 
@@ -222,10 +220,8 @@ class EquivalenceProbe:
         call = tf.function(self._traced(whole), autograph=False)
         trained = [] if self._own else [c for v in model.trainable_variables for c in keras_internals.copies(v)]
         foreign: list[tf.Variable] = []
-        if self._keras_only:  # all weights would be gigabytes to keep
-            setting = [la for la in keras_internals.flat_layers(model) if isinstance(la, _SETTING)]
-            written = [*keras_internals.carried_states(model), *(w for la in setting for w in la.trainable_weights)]
-            others = [copy for variable in written for copy in keras_internals.copies(variable)]
+        if self._keras_only:
+            others = []  # what Python writes is restored, and all weights would be gigabytes to keep
         elif tf.config.functions_run_eagerly():
             others = trained
         else:

@@ -10,10 +10,13 @@ import string
 import time
 from collections.abc import Callable, Sequence
 from importlib import resources
+from typing import Any
 
+from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder, strict
+from tfdist.config.runtime_options import Environment
 from tfdist.errors import TrainingError
-from tfdist.monitoring.report import curves, run_files, tables
+from tfdist.monitoring.report import curves, run_files
 from tfdist.monitoring.report.html import Html, join, table, tag
 from tfdist.monitoring.report.line_chart import label, value
 from tfdist.monitoring.report.run_files import Record, mapping, number, sequence
@@ -54,9 +57,9 @@ def render(path: pathlib.Path, result: dict | None = None) -> str:
         ("time", "Where the time went", lambda: _time(record)),
         ("learning", "Learning", lambda: curves.learning(record)),
         ("speed", "Speed and devices", lambda: curves.speed(record)),
-        ("segments", "Starts of the workers", lambda: tables.segments(record)),
-        ("experiment", "Experiment", lambda: tables.experiment(record)),
-        ("environment", "Environment", lambda: tables.environment(record)),
+        ("segments", "Starts of the workers", lambda: _segments_table(record)),
+        ("experiment", "Experiment", lambda: _experiment_table(record)),
+        ("environment", "Environment", lambda: _environment_table(record)),
     ]
     bodies = [(name, heading, _tolerant(make)) for name, heading, make in sections]
     return _under_header(record, [section for section in bodies if section[2]])
@@ -244,3 +247,65 @@ def duration(seconds: float) -> str:
 def size(count: float) -> str:
     """Formats bytes as `312 MiB` or `2.41 GiB`."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _experiment_table(record: Record) -> Html:
+    """Returns the fields that differ from the defaults, then all of them."""
+    if not record.experiment:
+        return tag("p", "experiment.json cannot be read.", class_="note")
+    fields, defaults = config.flat(record.experiment), config.flat(config.Experiment())
+    every = [[n.removeprefix("config."), text] for n, text in fields.items()]
+    values = [defaults.get(n, "no such field now") for n in fields]
+    changed = [[*row, default] for row, default in zip(every, values) if row[1] != default]
+    first = tag("p", "All fields have their defaults.", id="changed")
+    if changed:
+        first = table(["field", "here", "default"], changed, id="changed")
+    rest = table(["field", "value"], every, id="fields")
+    return join(first, tag("details", tag("summary", f"All {len(every)} fields"), rest))
+
+
+def _environment_table(record: Record) -> Html:
+    """Returns strategy and the reason for it, devices, hosts and versions."""
+    e, result = record.environment, record.result
+    if not e:
+        return tag("p", "environment.json cannot be read.", class_="note")
+    defaults = Environment()
+    flags = {k: v for k, v in mapping(e.get("flags")).items() if v != getattr(defaults, k, None)}
+    hosts = [str(h) for h in sequence(e.get("hosts")) if h]
+    digest = result.get("weights_sha256")
+    gpus = []
+    for gpu in map(mapping, sequence(e.get("gpus"))):
+        memory = f" ({mib / 1024:.0f} GiB)" if (mib := number(gpu.get("memory_total"))) else ""
+        gpus.append(f"{gpu.get('number', '?')}: {gpu.get('name', 'GPU')}{memory}")
+    rows: list[list[Any]] = [
+        ["Strategy", join(tag("b", e.get("strategy", "")), f", because {e['reason']}" if e.get("reason") else "")],
+        ["Replicas", f"{e.get('replicas', '?')} on {e.get('workers', '?')} worker{'s' * (e.get('workers') != 1)}"],
+        ["Devices of the chief", _short(sequence(e.get("devices")))],
+        ["GPUs of the driver", _short(gpus) or "none"],
+        ["Driver", e.get("driver_problem")],
+        ["Host", f"{e.get('host', '')}, {e.get('cpus', '?')} CPU cores"],
+        ["Workers", _short(hosts) if len(hosts) > 1 else ""],
+        ["Workers found by", e.get("found_by")],
+        ["CPU kernels", e.get("cpu_kernels")],
+        ["XLA", e.get("jit")],
+        ["Flags", " ".join(f"--{k}={v}" for k, v in flags.items())],
+        ["Versions", ", ".join(f"{k} {v}" for k, v in mapping(e.get("versions") or result.get("versions")).items())],
+        ["Weights", join(tag("code", str(digest)), " (SHA-256)") if digest else ""],
+    ]
+    return tag("dl", *(join(tag("dt", name), tag("dd", text)) for name, text in rows if text), id="environment-facts")
+
+
+def _segments_table(record: Record) -> Html:
+    """Returns each start of the workers, if there was more than one: their number, updates, and why they ended."""
+    starts = [mapping(s) for s in sequence(record.result.get("segments"))]
+    if len(starts) < 2:
+        return Html("")
+    keys = ("nodes", "workers", "from_update", "updates", "ended", "seconds_lost")
+    head = ["nodes", "workers", "from update", "updates kept", "ended", "seconds to the next first update"]
+    rows = [["" if s.get(key) is None else s[key] for key in keys] for s in starts]
+    return table(head, rows, id="segment-rows")
+
+
+def _short(values: list, most: int = 16) -> str:
+    rest = f" and {len(values) - most} more" if len(values) > most else ""
+    return ", ".join(str(v) for v in values[:most]) + rest
