@@ -7,11 +7,11 @@ import pytest
 from tfdist import config
 from tfdist.cluster import discovery
 from tfdist.config import field_syntax, runtime_options, schedule, validation
-from tfdist.data import class_weights
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError
+from tfdist.models import objective
 
 
 def refused(change, *arguments, **kwargs):
@@ -89,7 +89,7 @@ def test_weights_that_leave_no_class(text):
 
     arrays = Arrays((np.zeros((4, 1), "float32"), np.array([0, 1, 1, 0])))
     data = Loaded(arrays, arrays, 4, Spec((1,), "float32", 2, 1.0, ("no", "yes")))
-    assert refused(class_weights.resolve, text, data) == (
+    assert refused(objective.class_weights, text, data) == (
         f"train.class_weight={text!r} gives every class the weight 0: leave some to be learned"
     )
-    assert class_weights.resolve("0=0", data) == {0: 0.0}, "the other one weighs 1"
+    assert objective.class_weights("0=0", data) == {0: 0.0}, "the other one weighs 1"

@@ -169,3 +169,20 @@ def test_a_loss_with_many_values_takes_no_weight_per_example_on_several_replicas
 
 def test_a_weight_of_a_loss_is_as_precise_as_the_loss():
     assert loss_lib.LossTerm("a", 0.3, tf.zeros([])).weighted(tf.constant(7.0, tf.float64)).numpy() == 0.3 * 7.0
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_metric_that_is_updated_by_hand_counts_all(connect, replicas):
+    """As after `predict`. TensorFlow gives each replica a part of a sum, and whole numbers have no halves."""
+    random = np.random.default_rng(0)
+    y, y_pred = random.integers(0, 2, 61), random.integers(0, 2, 61)
+    with connect(replicas).scope():
+        metric = keras.metrics.MeanIoU(2)
+        variable = keras.Variable(3.0)
+    for first in range(0, 61, 5):
+        metric.update_state(y[first : first + 5], y_pred[first : first + 5])
+    counts = np.asarray(keras.ops.convert_to_numpy(metric.total_cm))
+    np.testing.assert_array_equal(counts, tf.math.confusion_matrix(y, y_pred, 2))
+    with tf.GradientTape() as tape:  # nor has a weight a gradient there
+        loss = keras.ops.square(variable)
+    assert tape.gradient(loss, variable.value) == 6

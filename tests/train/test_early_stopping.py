@@ -14,12 +14,12 @@ from support.refusals import refused
 
 import tfdist
 from tfdist.config import schedule
-from tfdist.data import class_weights
 from tfdist.data.augmentation import mixup
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Batches, Records, weigh_classes
 from tfdist.data.spec import Spec
 from tfdist.errors import Interrupted
+from tfdist.models import objective
 from tfdist.monitoring.recorder import fingerprint
 from tfdist.train.early_stopping import Measured, Patience
 
@@ -189,8 +189,8 @@ def loaded(y, classes=4, names=(), batches=False):
 def test_balanced_is_what_scikit_learn_documents(batches):
     y = np.array([0, 0, 0, 0, 1, 2, 2])
     expected = {0: 7 / (3 * 4), 1: 7 / 3, 2: 7 / (3 * 2)}  # n_samples / (n_classes * np.bincount(y)), classes in y
-    assert class_weights.resolve("balanced", loaded(y, batches=batches)) == pytest.approx(expected)
-    assert class_weights.resolve("balanced", loaded(y[:, None], batches=batches)) == pytest.approx(expected)
+    assert objective.class_weights("balanced", loaded(y, batches=batches)) == pytest.approx(expected)
+    assert objective.class_weights("balanced", loaded(y[:, None], batches=batches)) == pytest.approx(expected)
 
 
 def by_number(y, **options):
@@ -205,10 +205,10 @@ def test_examples_by_number_are_counted_by_their_labels():
     table = lambda numbers: tf.gather(y, numbers)
     source = Records(7, table, lambda label, seed: (tf.zeros([2]), label), labels=y)
     data = Loaded(source, source, 7, Spec((2,), "float32", 4, 1.0))
-    assert class_weights.resolve("balanced", data) == pytest.approx({0: 7 / (3 * 4), 1: 7 / 3, 2: 7 / (3 * 2)})
+    assert objective.class_weights("balanced", data) == pytest.approx({0: 7 / (3 * 4), 1: 7 / 3, 2: 7 / (3 * 2)})
     source = Records(7, table, lambda label, seed: (tf.zeros([2]), label))
     with refused("would have to read all examples first to count them: write the weights"):
-        class_weights.resolve("balanced", Loaded(source, source, 7, data.spec))
+        objective.class_weights("balanced", Loaded(source, source, 7, data.spec))
 
 
 def test_examples_are_weighed_before_they_are_mixed():
@@ -222,19 +222,19 @@ def test_examples_are_weighed_before_they_are_mixed():
 
 
 def test_by_number_and_by_name():
-    assert class_weights.resolve("", loaded([0, 1])) is None
-    assert class_weights.resolve("0=3.0, 2=0.2", loaded([0, 1])) == {0: 3.0, 2: 0.2}
-    assert class_weights.resolve("cat=3, 0=2", loaded([0, 1], 2, ("dog", "cat"))) == {1: 3.0, 0: 2.0}
-    assert class_weights.resolve("7=3", loaded([0, 1], 2, ("7", "3"))) == {0: 3.0}
+    assert objective.class_weights("", loaded([0, 1])) is None
+    assert objective.class_weights("0=3.0, 2=0.2", loaded([0, 1])) == {0: 3.0, 2: 0.2}
+    assert objective.class_weights("cat=3, 0=2", loaded([0, 1], 2, ("dog", "cat"))) == {1: 3.0, 0: 2.0}
+    assert objective.class_weights("7=3", loaded([0, 1], 2, ("7", "3"))) == {0: 3.0}
     with refused(r"unknown class 'cta' in train.class_weight: did you mean 'cat'"):
-        class_weights.resolve("cta=3", loaded([0, 1], 2, ("dog", "cat")))
+        objective.class_weights("cta=3", loaded([0, 1], 2, ("dog", "cat")))
     with refused(r"unknown class '4' in train.class_weight"):
-        class_weights.resolve("4=3", loaded([0, 1]))
-    assert class_weights.describe({0: 1.5, 1: 0.25}, ("dog",)) == "dog 1.5, 1 0.25"
-    assert class_weights.describe({i: i + 1.0 for i in range(20)}, ()).startswith("19 20, 18 19, ")
+        objective.class_weights("4=3", loaded([0, 1]))
+    assert objective._described({0: 1.5, 1: 0.25}, ("dog",)) == "dog 1.5, 1 0.25"
+    assert objective._described({i: i + 1.0 for i in range(20)}, ()).startswith("19 20, 18 19, ")
 
 
 @pytest.mark.parametrize("y, classes", [(np.zeros((4, 7), int), 4), (np.zeros(4), None), (np.zeros(4), 4)])
 def test_weights_for_what_has_no_classes(y, classes):
     with refused(r"is for data with one class per example: leave it out"):
-        class_weights.resolve("balanced", loaded(y, classes))
+        objective.class_weights("balanced", loaded(y, classes))

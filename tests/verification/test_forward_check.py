@@ -299,15 +299,32 @@ def test_nothing_of_a_check_stays_anywhere(connect, monkeypatch, name):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_a_prediction_whose_outputs_are_of_the_whole_batch_is_refused(connect, replicas):
-    """One column for each row of the batch, as a similarity matrix has: a replica knows its own rows alone."""
+ROWS = {  # outputs whose rows are not those of the batch
+    "two each": lambda h: keras.ops.reshape(h, (-1, 2)),
+    "two each, beside others": lambda h: {"h": h, "boxes": keras.ops.reshape(h, (-1, 2))},
+    "the same for all": lambda h: {"h": h, "c": keras.ops.ones((3,))},
+    "a number": lambda h: {"h": h, "s": keras.ops.sum(keras.ops.ones((2,)))},
+    "one column for each row": lambda h: keras.ops.matmul(h, keras.ops.transpose(h)),
+    "of pairs": lambda h: keras.ops.reshape(keras.ops.flip(keras.ops.reshape(h, (-1, 2, 4)), 1), (-1, 4)),
+}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("rows", ROWS)
+def test_outputs_with_other_rows_are_those_of_keras_or_refused(connect, rows, replicas):
     with connect(replicas).scope():
-        x = keras.Input((4,))
-        similarities = keras.layers.Lambda(lambda v: keras.ops.matmul(v, keras.ops.transpose(v)))
-        model = keras.Model(x, similarities(keras.layers.Dense(3)(x)))
-    with pytest.raises(tfdist.UserError, match=r"disagree on this model in a prediction: the shape of its outp"):
-        tfdist.predict(model, np.ones((40, 4), "float32"), batch_size=8, distribution=connect(replicas), verbose=0)
+        x = keras.Input((6,))
+        model = keras.Model(x, keras.layers.Lambda(ROWS[rows])(keras.layers.Dense(4)(x)))
+    options, data = (
+        dict(batch_size=8, verbose=0),
+        np.random.default_rng(0).normal(size=(40 if rows.startswith("one") else 36, 6)),
+    )
+    if replicas > 1:
+        with pytest.raises(tfdist.UserError, match=r"^1 and 2 replicas disagree on this model in a prediction"):
+            tfdist.predict(model, data, distribution=connect(replicas), **options)
+        return
+    mine, theirs = tfdist.predict(model, data, distribution=connect(1), **options), model.predict(data, **options)
+    keras.tree.map_structure(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), mine, theirs)
 
 
 @pytest.mark.parametrize("weights_in", ["evaluate", "fit", "validation"])

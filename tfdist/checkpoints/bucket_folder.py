@@ -41,8 +41,7 @@ class BucketStorage(Disk):
 
     A bucket has no rename. Therefore `manifest.json` is written last, and a checkpoint without one does not count.
     Whatever is in the folder is in the bucket, too; of a checkpoint in the bucket, only the manifest is here until it
-    is read. `first` is called before anything of a checkpoint is written, and before its manifest is; an error of it
-    prevents that.
+    is read. `first` is called before anything of a checkpoint is written, and before the manifest.
     """
 
     def __init__(self, folder: pathlib.Path, bucket: Bucket, first: Callable[[], None] = lambda: None):

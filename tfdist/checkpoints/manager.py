@@ -19,7 +19,7 @@ from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.config import buckets, schedule
 from tfdist.config.buckets import BucketError
 from tfdist.config.messages import logger
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.errors import TrainingError, UserError, one_line, printable
 
 HELD_S = 1.0  # least seconds of training between two states that are held in memory for when a worker is lost
@@ -31,14 +31,12 @@ class Checkpoints:
 
     Args:
       folder: a path or such as `s3://bucket/folder`; only the chief's matters.
-      every: a duration as in the experiment (`100 steps`, `1 epoch`) or a time (`60 seconds`, `5 minutes`); `off` for
-        no checkpoints.
+      every: a duration as in the experiment (`100 steps`, `1 epoch`) or a time (`60 seconds`, `5 minutes`); or `off`.
       keep: number of newest checkpoints to keep.
       best: metric whose best epoch is kept, too, such as `val_accuracy`; `min` or `max` before it says which is
         better where the name does not.
       asynchronous: write in a thread beside the training, one at a time.
-      resume: `auto` resumes from the newest valid one if there is any, `require` insists on one, `never` starts from
-        scratch.
+      resume: `auto` resumes from the newest valid one if there is any, `require` insists on one, `never` starts anew.
       changed: resume though experiment, batch or data have changed; only at the end of an epoch.
       experiment: fields of the experiment, kept in each checkpoint and compared on resume.
       data_sha256: digest of what the model was built for (`spec_file.digest`), kept in each checkpoint.

@@ -15,7 +15,7 @@ from tfdist.checkpoints import resume, state_shape, training_state
 from tfdist.checkpoints.resume import LoadedCheckpoint, Position
 from tfdist.config import cpu_kernels
 from tfdist.config.messages import logger
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed import arithmetic
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoints.files import DamagedError
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed.collectives import broadcast_bits
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line

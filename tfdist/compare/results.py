@@ -1,8 +1,7 @@
 """What a comparison comes to: figures of each run against the reference, and a verdict in words. Pure values.
 
 The reference is `default` on one device, with as many threads and the same XLA setting as each replica of the others.
-*Speed-up* is examples per second against the reference, *efficiency* the speed-up by replica: 1 is all that could be
-had.
+*Speed-up* is examples per second against the reference, *efficiency* the speed-up by replica, at most 1.
 """
 
 import dataclasses

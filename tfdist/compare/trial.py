@@ -115,8 +115,7 @@ def plan(
 ) -> list[Trial]:
     """Returns all runs of a comparison, the reference first, which is `default` on one device.
 
-    On a CPU the whole of it under `default` is a row too, because that is what somebody would use instead; only so can
-    the fastest be named.
+    On a CPU the whole of it under `default` is a row too, as what one would use instead.
     """
     wanted = [("default", 1)]
     for strategy in (s for s in strategies if s != "default"):

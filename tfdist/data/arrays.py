@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdist.data.batch_layout import Layout, unpack
 from tfdist.data.protocol import Feed, FeedCall, Source, order, spread
 from tfdist.data.records import UNREADABLE, RecordFeed, Records, checksum_of_labels
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.errors import UserError
 
 ALIGNMENT = 64  # bytes, EIGEN_MAX_ALIGN_BYTES with AVX-512: a kernel ends the process over a tensor elsewhere

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 
 
 class RowRange(NamedTuple):

@@ -21,7 +21,7 @@ from tfdist.data.batch_layout import Layout, own_rows, unpack
 from tfdist.data.protocol import Feed, FeedCall, Source, order, spread
 from tfdist.data.python_batches import SequenceReader
 from tfdist.data.records import Records
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.errors import UserError
 
 _COMPARED, _ENTRIES = 2**16, 1024  # entries of a batch, and of each of its rows, that a checksum looks at, about

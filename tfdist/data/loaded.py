@@ -20,8 +20,7 @@ from tfdist.data import spec_file
 from tfdist.data.arrays import ALIGNMENT, Arrays
 from tfdist.data.protocol import Source
 from tfdist.data.sources import check_labels
-from tfdist.data.spec import Spec
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Spec, Structure
 from tfdist.errors import UserError
 
 SMALLEST = 1 << 24  # arrays that take fewer bytes together are not worth it

@@ -21,7 +21,7 @@ from tfdist.cluster.peers import Peers
 from tfdist.config import schedule
 from tfdist.data import python_batches
 from tfdist.data.batch_layout import Layout, unpack
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.errors import UserError
 
 _MOST = 32  # batches that a `StaticFeed` reads for one call; they lie in memory together

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.config.messages import logger
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.errors import UserError
 
 _TORCH = ("torch.utils.data", "DataLoader")

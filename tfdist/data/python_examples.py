@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.config.messages import logger
 from tfdist.data.sources import Records
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.errors import UserError, one_line
 
 

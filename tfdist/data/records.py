@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout
 from tfdist.data.protocol import Feed, FeedCall, Source, order
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.errors import UserError, one_line
 
 UNREADABLE = (tf.errors.OpError, UnicodeDecodeError)  # the latter where TensorFlow's message repeats bytes

@@ -13,7 +13,7 @@ from tfdist.data.batch_layout import Layout
 from tfdist.data.batches import Batches
 from tfdist.data.protocol import Feed, Source, StaticFeed, one_hot, order, weigh_classes  # noqa: F401
 from tfdist.data.records import Records  # noqa: F401  like those above, for users of sources
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 

@@ -1,6 +1,10 @@
-"""The description of data that a model is built for."""
+"""The description of data that a model is built for, and of what travels through a pipeline and a step."""
 
 import dataclasses
+from typing import Any, TypeAlias
+
+Structure: TypeAlias = Any
+"""A tensor, a NumPy array or a Keras variable, or tuples, lists and dicts of them to any depth."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """Sums over replicas: what travels together in an all-reduce, and in which order a process adds up its own."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -51,6 +53,32 @@ def bucketed(
         for i, part in zip(bucket, tf.split(total, sizes)):
             result[i] = tf.reshape(part, tensors[i].shape)
     return result
+
+
+@functools.cache
+def mend_variables(is_chief: bool) -> None:
+    """Lets variables of replicas be used outside of them, in callbacks and after a training, as on one device.
+
+    What is assigned to a sum of whole numbers is the sum from then on; TensorFlow gives each replica a part of it, and
+    five halves of a confusion matrix are no whole number. A tape gives gradients of weights, with those of the first.
+    """
+    from tensorflow.python.distribute import values, values_util
+
+    divided, of_replica = values_util.on_read_assign_cross_replica, values.DistributedVariable.handle.fget
+
+    def assign(variable: Any, value: Any, read_value: bool = True) -> Any:
+        if variable.dtype not in INTEGERS.values() or variable.aggregation != tf.VariableAggregation.SUM:
+            return divided(variable, value, read_value)
+        for i, copy in enumerate(variable.values):
+            copy.assign(tf.zeros_like(copy) if i or not is_chief else tf.cast(value, copy.dtype))
+        return variable
+
+    def handle(variable: Any) -> tf.Tensor:
+        outside = values_util.get_current_replica_id_as_int() is None
+        return variable.values[0].handle if outside else of_replica(variable)
+
+    values_util.on_read_assign_cross_replica = assign
+    values.DistributedVariable.handle = property(handle)
 
 
 def together(tensors: list[tf.Tensor]) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tfdist.cluster import discovery, registration
 from tfdist.cluster.peers import Peers
-from tfdist.config import cpu_kernels, keras_backend, messages, packages
+from tfdist.config import cpu_kernels, messages, packages
 from tfdist.config.keywords import checked_keywords
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import PlacementOptions
@@ -46,7 +46,7 @@ class Placement:
 
 def locate(options: PlacementOptions) -> Placement:
     """Looks at GPUs and environment variables and chooses a strategy; takes no device. Raises UserError."""
-    keras_backend.check(os.environ)
+    packages.check_backend(os.environ)
     unusable = tpu_host.unusable()
     if unusable:
         raise UserError(f"TensorFlow cannot be imported: {unusable}")
@@ -271,11 +271,12 @@ def _mirrored(names: tuple[str, ...], reason: str, jit: str = "off") -> Distribu
     """Builds the strategy of one replica per device of this process (`tf.distribute.MirroredStrategy`)."""
     import tensorflow as tf
 
-    from tfdist.distributed.collectives import sum_in_order
+    from tfdist.distributed.collectives import mend_variables, sum_in_order
 
     if len(names) < 2:
         what = f"--strategy=mirrored needs at least 2 devices, found {len(names)} ({', '.join(names)})"
         raise UserError(what, "use --virtual_devices=2 to split the CPU, or --strategy=default")
+    mend_variables(is_chief=True)
     # Between CPUs of one process TensorFlow would choose its ring collective, which costs 0.7 to 0.4 of
     # the speed; adding up in one place needs no copies there. GPUs keep the default, NCCL.
     reduction = tf.distribute.ReductionToOneDevice(accumulation_fn=sum_in_order) if names[0].startswith("CPU") else None

@@ -21,8 +21,7 @@ class Distribution:
     """A strategy that has been started.
 
     `run`, `local`, `average` and `broadcast` are called in cross-replica context, `all_sum`, `all_gather` and
-    `replica_id` inside the function given to `run`. On one replica every one is the identity: callers never ask whether
-    they are distributed.
+    `replica_id` inside the function given to `run`. On one replica each is the identity: no caller asks for that.
     """
 
     name: str

@@ -7,7 +7,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from tfdist import __version__
-from tfdist.config import keras_backend
+from tfdist.config import packages
 from tfdist.config.packages import version
 from tfdist.distributed import horovod_install, tpu_host
 from tfdist.doctor.check import Finding, fail, ok, warn
@@ -59,7 +59,7 @@ def _unfit(need: Requirement) -> list[Finding]:
 
 def backend(environ: Mapping[str, str]) -> list[Finding]:
     """Checks whether Keras will run on TensorFlow: a variable or a file in the home folder can send it elsewhere."""
-    found = keras_backend.find(environ)
+    found = packages.backend(environ)
     if found.name != "tensorflow":
         what = f"{found.chosen_by} says that Keras runs on {found.name}, tfdist needs TensorFlow"
         return [fail(what, found.fix)]

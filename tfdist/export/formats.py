@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdist.checkpoints import training_state
 from tfdist.cluster import standard_error
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.errors import TrainingError, UserError, one_line
 from tfdist.export import saved_model
 from tfdist.export.original import Original

@@ -11,8 +11,7 @@ from tfdist.checkpoints import training_state
 from tfdist.config.messages import logger
 from tfdist.data import spec_file
 from tfdist.data.datasets import registry
-from tfdist.data.spec import Spec
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Spec, Structure
 from tfdist.errors import UserError, one_line
 from tfdist.export import saved_model
 from tfdist.inference import compatibility, job, trained_model

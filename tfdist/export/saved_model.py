@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from tfdist.data import image_decoding
 from tfdist.data.augmentation import ops
-from tfdist.data.spec import Column, Spec
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Column, Spec, Structure
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals
 

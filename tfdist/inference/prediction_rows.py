@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from tfdist.checkpoints.run_folder import strict
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.errors import UserError
 
 T = TypeVar("T")

@@ -1,8 +1,7 @@
 """A trained model: its experiment and its weights, from a run folder or a `.keras` file.
 
 A run's model is built again from its code and gets the weights, so that no file determines which code runs; a `.keras`
-file alone is loaded by Keras, in its safe mode. Nothing in the run folder is changed or locked, so that it may be read
-while the run goes on.
+file alone is loaded by Keras, in its safe mode. Nothing in the run folder is changed or locked: the run may go on.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout, MicroBatch, with_shape
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed.collectives import INTEGERS
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError

@@ -30,7 +30,7 @@ from tensorflow.python.framework import config, ops
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import custom_gradient, gen_math_ops
 
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:
@@ -143,8 +143,7 @@ def copies(variable: keras.Variable) -> tuple[tf.Variable, ...]:
 def let_first_replica_speak(variable: keras.Variable) -> None:
     """Lets code outside of the replicas read the first's copy of a metric's variable, and assign the same to all.
 
-    TensorFlow would add them up, and assign a part to each, as Keras asks for when it creates them. Only TPUs' have a
-    policy that decides.
+    TensorFlow would add them up, and assign a part to each, as Keras asks for. TPUs' have a policy.
     """
     for decides in (variable.value, getattr(variable.value, "_policy", None)):
         if hasattr(decides, "_aggregation"):

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_layout import MicroBatch
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed.collectives import sum_in_order
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
@@ -97,8 +97,7 @@ class Objective:
         """Computes the losses of a slice of a global batch of `count` examples.
 
         Returns:
-          One term per loss and one per `add_loss` value, which counts as a mean over examples, as Keras' own activity
-          regularizers are.
+          One term per loss and one per `add_loss` value, which counts as a mean over examples, as regularizers do.
         """
         terms = []
         for i, matched in enumerate(self._matched(y, y_pred, weight)):

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_layout import MicroBatch
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import gathering, keras_internals

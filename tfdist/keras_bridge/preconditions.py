@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdist import config
 from tfdist.config import field_syntax
 from tfdist.data import sources
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals

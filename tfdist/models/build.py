@@ -37,8 +37,7 @@ def set_precision(precision: str) -> None:
 def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> keras.Model:
     """Builds `model.name` for this data; call it inside the strategy's scope, on all workers. `quiet` logs nothing.
 
-    The initial weights depend on the experiment's seed alone, and on the file of `model.weights`, which every worker
-    reads.
+    The initial weights depend on the experiment's seed alone, and the file of `model.weights`, which all workers read.
     """
     wanted = experiment.model
     keras.utils.set_random_seed(experiment.seed)

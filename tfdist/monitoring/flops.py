@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.data.sources import Source
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 
 PEAKS = {
     # name in nvidia-smi: (float16/bfloat16, float32) dense FLOP/s of NVIDIA's data sheets, without sparsity; TensorFlow

@@ -14,6 +14,7 @@ import pathlib
 import random
 import re
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -89,7 +90,7 @@ class KeptFits:
         folder = self._fits / f"{self._number:04d}"
         where, facts = self._distribution, _facts(model, arguments)
         facts["place"] = f"{where.device_kind} {cpu_kernels.in_use()} {where.name} {where.replicas}"
-        facts = where.peers.gather("a call of fit", facts)[0]
+        facts, mark = where.peers.gather("a call of fit", [facts, uuid.uuid4().hex])[0]
         before, own = self._recorded(folder), _not_kept(arguments)
         if own and not before and not self._warned:
             self._warned = True
@@ -113,8 +114,10 @@ class KeptFits:
             elif before["changed"] and not self._options.resume_changed:  # the script may load it next
                 what = f"call {self._number} of fit wrote {before['changed']}, which has changed since"
                 raise UserError(what, "give each call its own file and start anew, or use --resume_changed")
-        record = self._begin_random(folder, facts, before) | {"facts": facts}
-        kept = Checkpoints(folder, every=self._every, keep=2, changed=self._options.resume_changed)
+        record = self._begin_random(folder, {"facts": facts, "mark": mark}, before) | {"facts": facts}
+        # So that no checkpoint of another folder is taken for one of this call; records of 0.2.0 have no mark.
+        of_call, changed = {n: record[n] for n in ("mark",) if n in record}, self._options.resume_changed
+        kept = Checkpoints(folder, every=self._every, keep=2, changed=changed, experiment=of_call)
         self._depth += 1
         try:
             with self._distribution.peers.seeing_signals(), Signals() as signals:
@@ -152,20 +155,23 @@ class KeptFits:
 
     def _recorded(self, folder: pathlib.Path) -> dict[str, Any] | None:
         """Returns the chief's record of a call, if there is one, on all workers."""
-        path, record = folder / RECORD, None
+        path, record = folder / RECORD, dict[str, Any]()
         if self._distribution.is_chief and (path.exists() or files.newest_first(folder)):
-            record = files.read_object(path)
-            if not record or {"facts", "begin", "end"} - record.keys():
+            record = files.read_object(path) or {}
+            if {"facts", "begin", "end"} - record.keys() or record.get("sha256") not in (
+                None,
+                _sealed(record)["sha256"],
+            ):
                 raise UserError(f"{path} is missing or damaged", "put it back, or use --resume=never")
             known = record.get("files", {})
             record["changed"] = ", ".join(name for name, sha in _checksums(known).items() if sha != known[name])
-        return self._distribution.peers.gather(f"call {folder.name} of fit", record)[0]
+        return self._distribution.peers.gather(f"call {folder.name} of fit", record or None)[0]
 
-    def _begin_random(self, folder: pathlib.Path, facts: dict[str, str], before: dict | None) -> dict[str, Any]:
+    def _begin_random(self, folder: pathlib.Path, new: dict[str, Any], before: dict | None) -> dict[str, Any]:
         """Sets the global generators as they were when this call first began, and returns what is recorded of it."""
         now = _random_state()
         if before is None:
-            before = {"facts": facts, "begin": now, "end": None}
+            before = new | {"begin": now, "end": None}
             self._write(folder, before)
         elif before["begin"] != now:
             logger.info(f"the script drew other random numbers before call {self._number} of fit: its data may differ")
@@ -182,7 +188,7 @@ class KeptFits:
     def _write(self, folder: pathlib.Path, record: dict[str, Any]) -> None:
         if self._distribution.is_chief:
             folder.mkdir(parents=True, exist_ok=True)
-            self._folder.write_text(f"{FITS}/{folder.name}/{RECORD}", json.dumps(record))
+            self._folder.write_text(f"{FITS}/{folder.name}/{RECORD}", json.dumps(_sealed(record)))
 
     def _prune(self, folder: pathlib.Path) -> None:
         """Keeps the last checkpoint of a finished call, and of all of them the newest that fit into `MOST_BYTES`."""
@@ -192,6 +198,12 @@ class KeptFits:
             size += sum(f.stat().st_size for f in each.rglob("*") if f.is_file())
             if size > MOST_BYTES and each != folder:
                 files.prune(each, set())
+
+
+def _sealed(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns the record of a call with a checksum of its content; those of 0.2.0 have none."""
+    content = {name: value for name, value in record.items() if name not in ("sha256", "changed")}
+    return content | {"sha256": _digest(json.dumps(content, sort_keys=True))}
 
 
 # Names of what draws at random, as they are in the code of a data set.

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.cluster.peers import Peers
 from tfdist.data.batch_layout import Batch, Layout, ReplicaBatch, fetch, host_slices
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge import keras_internals, metrics
 from tfdist.step.replica import Replica, seconds_now

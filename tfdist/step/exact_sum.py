@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import tensorflow as tf
 
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 
 SMALL = 1 << 14

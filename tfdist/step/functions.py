@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout, MicroBatch, ReplicaBatch, unpack
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed import collectives
 from tfdist.distributed.collectives import isolated_sum, sum_in_order
 from tfdist.distributed.distribution import Distribution
@@ -159,7 +159,7 @@ def prediction_step(
             return gathering.gathered(distribution, outputs, rows)
         if layout.replicas == 1 or layout.static:
             return outputs
-        return keras.tree.map_structure(lambda t: t[: rows.size], outputs)
+        return keras.tree.map_structure(lambda t: t[: rows.size] if t.shape.rank else t[None], outputs)
 
     return step
 

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout, MicroBatch, ReplicaBatch
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import ema, keras_internals, layer_state, optimizer_update, preconditions
 from tfdist.keras_bridge.keras_internals import inner_optimizer

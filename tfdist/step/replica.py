@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdist.cluster.env_vars import HOLD
 from tfdist.data.batch_layout import HostSlice, Layout, MicroBatch, ReplicaBatch, unpack
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed.collectives import isolated_sum, sum_in_order
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout, unpack
 from tfdist.data.sources import Source
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions, zero
@@ -41,7 +41,7 @@ class Step:
         self.distribution = distribution
         self.part_names: list[str] = []  # names under which Keras logs the single losses; empty for fewer than two
         self.output_shape: tuple[int | None, ...] = ()  # of the first output, for one example
-        self.by_rows = False  # whether an output of an example has a shape that depends on the number of examples
+        self.by_rows = False  # whether an output of an example, or its shape, depends on the number of examples
         self.outputs = 0  # number of outputs of the model
         self.warm: set[int] = set()  # ids of the functions that have been called, and so compiled
         self.replica = Replica(model, distribution, preconditions.use_xla(model, distribution))
@@ -191,9 +191,12 @@ class Step:
             preconditions.created_in_scope(model, self.distribution)
         x, y, _ = unpack(_rows(data, keras_internals.fixed_batch(model) or 1))
         with self.distribution.scope():
-            outputs = self._outputs(x)
-            if outputs is not None and self._depends_on_rows(x, outputs):
+            try:
+                outputs = self._outputs(x)
+                self.by_rows = outputs is not None and self._depends_on_rows(x, outputs)
+            except tf.errors.InvalidArgumentError:  # which a single row may cause, where rows make pairs
                 self.by_rows = True
+            if self.by_rows:
                 x, y, _ = unpack(whole())
                 outputs = self._outputs(x)
                 self.output_shape = (None,)

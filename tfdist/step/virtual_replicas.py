@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout, MicroBatch, ReplicaBatch, with_shape
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals

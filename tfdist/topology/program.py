@@ -1,8 +1,7 @@
 """An update of a real training as a program of its own: StableHLO for one of N replicas, of static shapes.
 
 It is the update of `tfdist.step.functions` under a `Distribution` whose sum is XLA's all-reduce. Its arguments are a
-replica's rows of a global batch and the variables that the update reads; its results are the losses and the new values
-of those that it writes.
+replica's rows of a global batch and the variables that the update reads; its results are the losses and what it writes.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from tensorflow.python.framework import auto_control_deps_utils
 
 from tfdist.data.batch_layout import HostSlice, Layout
 from tfdist.data.sources import Source
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals

@@ -13,7 +13,7 @@ from tfdist.config import field_syntax
 from tfdist.config import schedule as schedule_lib
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment, ResumeOptions
-from tfdist.data import class_weights, spec_file
+from tfdist.data import spec_file
 from tfdist.data.datasets import registry
 from tfdist.data.loaded import Loaded
 from tfdist.distributed.connect import Placement
@@ -76,7 +76,7 @@ def prepare(
     distribution.peers.check_same(registry.facts(data), "the data set")
     schedule = schedule_lib.make(experiment, data.examples, distribution.replicas)
     logger.info(f"{experiment.name}: {schedule.describe()}")
-    weights = class_weights.resolve(experiment.train.class_weight, data)
+    weights = objective.class_weights(experiment.train.class_weight, data)
     with distribution.scope():
         model = models.build(experiment, data.spec)
         optimizer = optimizers.build(experiment, schedule)

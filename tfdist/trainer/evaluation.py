@@ -17,7 +17,7 @@ from tfdist.config.messages import logger
 from tfdist.data import sources
 from tfdist.data.batch_layout import Layout
 from tfdist.data.protocol import Feed
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
@@ -245,7 +245,7 @@ def predict(
             pieces, rows = [], 0
     if pieces:
         arrays.append(_concatenated(pieces))
-    return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *arrays)
+    return _concatenated(arrays)
 
 
 def predict_batches(
@@ -263,9 +263,13 @@ def predict_batches(
       (outputs, targets) of a global batch, NumPy arrays [n, ...]; targets are () where there are none.
     """
     kind = "predict beside targets"
-    for (outputs, targets), _ in _predict(
+    for (outputs, targets), rows in _predict(
         kind, model, source, distribution, batch_size, virtual_replicas, check_agreement, should_stop
     ):
+        for output in keras.tree.flatten(outputs):
+            if tuple(output.shape[:1]) != (rows,):
+                what = f"the model gives an output of shape {tuple(output.shape)} for {rows} examples"
+                raise UserError(what, "give it one row for each, as what is written stands beside them")
         yield keras.tree.map_structure(np.asarray, outputs), keras.tree.map_structure(np.asarray, targets)
 
 
@@ -313,7 +317,8 @@ def _predict(
         except EndOfData:
             break
         rows = int(examples)
-        outputs = keras.tree.map_structure(lambda o, n=rows: o[:n], outputs)
+        if layout.split_by or layout.static:  # which fill batches up; elsewhere an example may have several rows
+            outputs = keras.tree.map_structure(lambda o, n=rows: o[:n], outputs)
         called.on_predict_batch_end(i, {"outputs": outputs})
         i += 1
         yield outputs, rows
@@ -327,7 +332,9 @@ def _predict(
 
 
 def _concatenated(pieces: list[Structure]) -> Structure:
-    return keras.tree.map_structure(lambda *parts: np.concatenate([p.numpy() for p in parts]), *pieces)
+    # Of what has one number for each batch, Keras returns a row of them, and of a single batch the number.
+    whole = lambda *parts: np.concatenate([np.atleast_1d(p) for p in parts]) if len(parts) > 1 else np.asarray(parts[0])
+    return keras.tree.map_structure(whole, *pieces)
 
 
 def answering_callbacks(

@@ -14,7 +14,7 @@ from tfdist import config
 from tfdist.checkpoints.manager import Checkpoints
 from tfdist.config.keywords import checked_keywords
 from tfdist.data import sources
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
@@ -87,8 +87,7 @@ def fit(
       steps_per_epoch: updates that count as an epoch; needed for endless data, and for a generator and several epochs.
       validation_batch_size: as `batch_size`, and the same if not given.
       validation_freq: epochs between validations, or a list of epochs.
-      distribution: of `tfdist.connect`; if not given, the connected one under which the model was created. Without any,
-        one device.
+      distribution: of `tfdist.connect`; if not given, the connected one of the model, or one device.
       steps: stop after this many updates, even within an epoch.
       seed: decides the order of the examples, together with the epoch.
       accumulate: micro-batches per update; less memory, the same result.

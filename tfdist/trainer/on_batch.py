@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist.checkpoints import training_state
 from tfdist.config.messages import logger
 from tfdist.data import arrays, python_batches, sources
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError

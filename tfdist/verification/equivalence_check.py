@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfdist.config import cpu_kernels, local_files
 from tfdist.config.messages import logger
 from tfdist.data.protocol import Source
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, preconditions
@@ -56,8 +56,7 @@ def check_training(step: Step, source: Source, choice: str, virtual_replicas: in
       step: of the compiled model, prepared for training.
       source: the data, of which the step has sample rows.
       choice: `on`, `off`, or `auto` to leave out models that have passed before.
-      virtual_replicas, accumulate: virtual replicas (0 for none), or several micro-batches, are compared with the whole
-        batch.
+      virtual_replicas, accumulate: virtual replicas (0 for none), or several micro-batches, compared with the batch.
 
     Raises:
       UserError: the replicas, virtual replicas or micro-batches disagree; it names the part of the model.
@@ -73,9 +72,7 @@ def check_training(step: Step, source: Source, choice: str, virtual_replicas: in
             # Which may depend on what is rare, such as a count of masked targets.
             agree = _agree(step, step.rows_of(source, step.more_rows), comparison, choice)
         if agree is None:
-            agree = _agree(step, rows, comparison, choice)
-        if agree and comparison.parts != "micro-batches":
-            _record_forward(step, rows, comparison, choice == "auto")
+            _agree(step, rows, comparison, choice)
 
 
 def check_forward(
@@ -90,7 +87,8 @@ def check_forward(
     """
     if choice == "off" or step.sample_rows is None or (within_fit and _trains_as_it_measures(step)):
         return
-    rows = _rows_for(step, step.rows_of(source), kind)
+    inputs_only = kind == "predict" and not preconditions.replaced(step.model, preconditions.PREDICTION)
+    rows = step.rows_of(source)[: 1 if inputs_only else None]
     for comparison in _comparisons(step, kind, virtual_replicas):
         _agree(step, rows, comparison, choice)
 
@@ -170,27 +168,6 @@ def _comparisons(step: Step, kind: str, virtual_replicas: int, accumulate: int =
     replicas = step.distribution.replicas
     comparisons = [Comparison(kind, "replicas", replicas)] if replicas > 1 else []
     return comparisons + ([Comparison(kind, "micro-batches", MICRO_BATCHES)] if accumulate > 1 else [])
-
-
-def _rows_for(step: Step, rows: tuple[Structure, ...], kind: str) -> tuple[Structure, ...]:
-    inputs_only = kind == "predict" and not preconditions.replaced(step.model, preconditions.PREDICTION)
-    return rows[:1] if inputs_only else rows
-
-
-def _record_forward(step: Step, sample: tuple[Structure, ...], comparison: Comparison, persist: bool) -> None:
-    """Records which forward checks a passed training covers, as it computes the same; `persist` for later processes."""
-    model = step.model
-    if not _trains_as_it_measures(step):
-        return
-    losses = len(keras_internals.loss_entries(model))
-    every = losses and losses == step.outputs and not preconditions.replaced(model, preconditions.PREDICTION)
-    if _runs_own(model, "train") and not model.run_eagerly:  # a global may decide what it computes then
-        return
-    for kind in ("test", "predict") if every else ("test",):
-        other, rows = comparison._replace(kind=kind), _rows_for(step, sample, kind)
-        step.checked[other, len(rows)] = None
-        if persist:
-            record_pass(fingerprint(model, step.distribution, rows, other))
 
 
 def _trains_as_it_measures(step: Step) -> bool:
@@ -311,8 +288,8 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
     """
     if step.by_rows:
         raise UserError(
-            f"{comparison} disagree on this model{_CONTEXT[comparison.kind]}: the shape of its output depends on how "
-            "many rows a batch has, as of a matrix of their similarities",
+            f"{comparison} disagree on this model{_CONTEXT[comparison.kind]}: its output depends on how many rows a "
+            "batch has, as of a matrix of their similarities",
             "use --strategy=default with whole batches, or accept it with --check_agreement=off",
         )
     distribution = step.distribution
@@ -425,7 +402,9 @@ def _message(
     # A loss may differ since a layer's state does, and a metric since the outputs do.
     rank = lambda name: 0 if name.startswith(STATE) else 2 if name.startswith(METRIC) else 1
     first = min(disagreements, key=rank)
-    start = f"{comparison} disagree on this model{_CONTEXT[kind]}: {first} differs by {disagreements[first]:.0e}"
+    most = disagreements[first]
+    by = f"by {most:.0e}" if np.isfinite(most) else "in its shape, or is infinite on one side"
+    start = f"{comparison} disagree on this model{_CONTEXT[kind]}: {first} differs {by}"
     alone = batch_norm.normalizing_alone(model)
     beyond_metrics = any(not name.startswith(METRIC) for name in disagreements)
     if kind == "train" and alone and comparison.parts == "replicas" and beyond_metrics:

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist.checkpoints import training_state
 from tfdist.data.batch_layout import Batch, HostSlice, Layout, ReplicaBatch, host_slices
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Structure
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals, layer_state, metrics
 from tfdist.keras_bridge.loss import SAMPLE_ROWS
@@ -210,7 +210,9 @@ class EquivalenceProbe:
         self.computed_whole |= whole
         arrays = {name: _as_array(value) for name, value in values.items()}
         if backwards:
-            arrays.update({name: value[::-1] for name, value in arrays.items() if name.startswith(OUTPUT)})
+            arrays.update(
+                {name: value[::-1] for name, value in arrays.items() if value.ndim and name.startswith(OUTPUT)}
+            )
         return ProbeResult(arrays, [_as_array(g) for g in gradient])
 
     def _function(self, whole: bool) -> _Function:
@@ -313,7 +315,7 @@ class EquivalenceProbe:
                 outputs = keras.tree.map_structure(first, results) if single else None
                 outputs = functions.joined(distribution, layout, results) if outputs is None else outputs
                 leaves, names = keras.tree.flatten(outputs), getattr(model, "output_names", None) or []
-                labels = [repr(name) for name in names] if len(names) == len(leaves) else range(len(leaves))
+                labels = [repr(name) for name in names] if len(set(names)) == len(leaves) else range(len(leaves))
                 return {f"{OUTPUT} {label}": leaf for label, leaf in zip(labels, leaves)}, []
             values, gradient = results
             values, gradient = {n: first(v) for n, v in values.items()}, [first(g) for g in gradient]

@@ -252,8 +252,7 @@ def resize(image: tf.Tensor, size: tuple[int, int], policy: str = "crop") -> tf.
     """Makes an image [size[0], size[1], c], bilinear, smoothed where it shrinks to half or less; nothing is random.
 
     Args:
-      policy: `crop` keeps the middle in the new proportions, `stretch` all of it in other ones, `pad` all, with 0
-        around.
+      policy: `crop` keeps the middle in the new proportions, `stretch` all of it in others, `pad` adds zeros.
     """
     if tuple(image.shape[:2]) == tuple(size):
         return image

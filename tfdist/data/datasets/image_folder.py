@@ -63,8 +63,7 @@ def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
     """Finds the classes, sorted, and the files of each split; `what` is the data set, for messages.
 
     A folder is a class, and what is in folders below it belongs to that class. Folders at the top with one of
-    `splits.NAMES` are splits of such folders; without any, all of it is one split, `train`. Names that begin with a dot
-    are left out.
+    `splits.NAMES` are splits of such folders; without any, all is `train`. Names with a dot before them are left out.
     """
     if not os.path.isdir(root):
         raise UserError(f"{what}: there is no such folder", "give the path of one that has a folder for each class")

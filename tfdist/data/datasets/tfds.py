@@ -29,8 +29,7 @@ from tfdist.data.loaded import Loaded
 from tfdist.data.protocol import Source
 from tfdist.data.records import Records
 from tfdist.data.sources import check_labels
-from tfdist.data.spec import Spec
-from tfdist.data.structures import Structure
+from tfdist.data.spec import Spec, Structure
 from tfdist.errors import UserError, one_line, shown
 
 BY_NUMBER = tfds.core.FileFormat.ARRAY_RECORD  # the format that TFDS reads by number

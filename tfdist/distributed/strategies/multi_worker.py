@@ -133,6 +133,7 @@ def create(
         communication = "nccl" if names[0].startswith("GPU") else "ring"
     implementation = getattr(tf.distribute.experimental.CommunicationImplementation, communication.upper())
     options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
+    collectives.mend_variables(peers.rank == 0)
     strategy = _start(names, peers, options)
     bucket = collectives.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     replicas = len(names) * peers.size
