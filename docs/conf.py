@@ -76,6 +76,8 @@ def link(page, target, anchor):
     """Returns the end of a Markdown link from a page of the repository, as the site needs it; "" for no link."""
     path = os.path.normpath(page.parent / target)
     inside = os.path.relpath(path, ROOT)
+    if inside.startswith("examples/") and page.parent.name == "examples":
+        return f"](#{os.path.basename(inside).replace('.', '')})"
     if inside in COPIES:
         return f"](/_generated/{COPIES[inside]}{anchor})"
     if pathlib.Path(path).parent == DOCS and path.endswith(".md"):
@@ -101,6 +103,11 @@ def generate(app):
     folder.mkdir(exist_ok=True)
     for source, name in COPIES.items():
         (folder / name).write_text(relinked(ROOT / source, (ROOT / source).read_text()))
+    readme = ROOT / "examples" / "README.md"
+    pages = [relinked(readme, readme.read_text())]
+    for path in sorted(readme.parent.glob("*.py")):
+        pages += [f"## {path.name}", f"```python\n{path.read_text()}```"]
+    (folder / "examples.md").write_text("\n\n".join(pages))
     lines = ["# Flags of each command", ""]
     for command in COMMANDS:
         environ = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from tfdist.cluster import standard_error
 from tfdist.config import field_syntax, runtime_options
 from tfdist.config.commands import command_line, help_page
 from tfdist.config.runtime_options import PlacementOptions, ResumeOptions
@@ -100,7 +101,8 @@ def _run(argv: Sequence[str]) -> int:
     options = Options(values.virtual_replicas, values.sync_batch_norm == "on", values.show, values.checkpoint_every)
     if options.virtual_replicas and environment.threads is None:
         environment = dataclasses.replace(environment, threads=1)  # their number decides about the last bits
-    from tfdist.run import script
+    with standard_error.kept():
+        from tfdist.run import script
 
     return script.run(program, environment, options)
 

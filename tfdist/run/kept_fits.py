@@ -30,7 +30,7 @@ from tfdist.config.messages import logger
 from tfdist.config.runtime_options import ResumeOptions
 from tfdist.data import batches
 from tfdist.distributed.distribution import Distribution
-from tfdist.errors import Interrupted, UserError, one_line
+from tfdist.errors import Interrupted, TrainingError, UserError, one_line
 from tfdist.keras_bridge import keras_internals
 from tfdist.monitoring import fit_report
 from tfdist.trainer.worker_session import Signals
@@ -183,7 +183,10 @@ class KeptFits:
         if record["end"] is not None:
             _set_random_state(record["end"])
         # A later call may write the same file, which the script has loaded between the two.
-        self._write(folder, record | {"end": _random_state(), "files": _checksums(_written(arguments))})
+        try:
+            self._write(folder, record | {"end": _random_state(), "files": _checksums(_written(arguments))})
+        except TrainingError as error:  # the script may still save what it has trained
+            logger.info(f"WARNING: {error}: after a kill, call {self._number} of fit is made again")
 
     def _write(self, folder: pathlib.Path, record: dict[str, Any]) -> None:
         if self._distribution.is_chief:

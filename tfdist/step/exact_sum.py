@@ -145,8 +145,7 @@ class ExactSum:
         """Packs a term.
 
         Returns:
-          What is to be kept of each term; magnitudes of which the maximum is to be kept; whole numbers of which the
-          sum is to be kept.
+          What is to be kept of each term; magnitudes whose maximum is to be kept; whole numbers whose sum is.
         """
         kept, tops = [], []
         for kind in self._kinds:

@@ -309,8 +309,7 @@ def _across_function(passes: Callable[..., PassResult], run: Callable[[Callable[
     """Returns the result of `passes` where `run` calls it in a graph of its own, out of which only tensors come.
 
     Args:
-      run: given a function that takes the arguments of `passes` and how many rows to append to the outputs, it returns
-        what that has returned.
+      run: given a function that takes the arguments of `passes` and the rows to append to the outputs, as it returns.
     """
     traced: list[PassResult] = []
 

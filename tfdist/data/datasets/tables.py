@@ -35,8 +35,7 @@ _PIECE = re.compile(r"-\d+-of-\d+$")
 def files_by_split(kind: str, path: str) -> dict[str, list[str]]:
     """Finds the files of each split, of a `kind` of `ENDINGS`.
 
-    These are `train.csv` and `test.csv` of a folder, or `train-00000-of-00002.parquet`; else all that the folder or
-    pattern has are `train`.
+    These are `train.csv` and `test.csv` of a folder, or `train-00000-of-00002.parquet`; else all are `train`.
     """
     endings, path = ENDINGS[kind], os.path.expanduser(path)
     if os.path.isdir(path):
@@ -144,8 +143,7 @@ class TableOptions:
       leave_out: names of columns that are not.
       categories: names of columns that hold numbers and are categories.
       classify: whether the target is a class. None: it is when it has texts or at most `FEW` different whole numbers.
-      in_order: leave the rows in the file's order. Otherwise they are mixed (always alike) before splits are cut, since
-        files are often sorted.
+      in_order: leave the rows in the file's order. Otherwise they are mixed (always alike): files are often sorted.
     """
 
     target: str

@@ -37,8 +37,7 @@ def write(folder: RunFolder, result: dict) -> str:
     """Writes the report of a run that has ended. It never makes a run fail.
 
     `result` is the content that `result.json` is going to have; that file is written last. Returns a warning, empty if
-    nothing went wrong. It is not logged here: this is also called when a run has failed and another thread may hold
-    the lock of the stream.
+    nothing went wrong. It is not logged here: this is also called when a run has failed and another thread may log.
     """
     if not folder.writes:
         return ""
