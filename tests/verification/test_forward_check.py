@@ -140,17 +140,18 @@ def test_a_model_that_is_the_same_says_so_once(connect, said, measured):
     assert len(said) == 2, "one replica has nothing to agree with"
 
 
-def test_what_a_training_has_checked_is_not_checked_again(connect, said):
+def test_the_validation_of_a_training_that_was_checked_is_not_checked_again(connect, said):
     model = made(connect(2), lambda: L.Dropout(0.5))
     here = dict(distribution=connect(2), batch_size=8, verbose=0)
     tfdist.fit(model, X, Y, validation_data=(X, Y), **here)
     assert len([line for line in said if "checked" in line]) == 1, said
     tfdist.evaluate(model, X, Y, **here)
     tfdist.predict(model, X, **here)
+    assert len([line for line in said if "checked" in line]) == 3, said
     again = made(connect(2), lambda: L.Dropout(0.5))  # as another process would make it
     tfdist.evaluate(again, X, Y, **here)
     tfdist.predict(again, X, **here)
-    assert len([line for line in said if "checked" in line]) == 1, said
+    assert len([line for line in said if "checked" in line]) == 3, said
 
 
 @pytest.mark.whole
