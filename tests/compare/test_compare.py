@@ -42,7 +42,7 @@ class Finder(importlib.abc.MetaPathFinder):
         load = spec.loader.exec_module
         def exec_module(module):
             load(module)
-            whole = module._mirrored
+            whole = module.mirrored
             def mirrored(*a):
                 import tensorflow as tf
                 made = whole(*a)
@@ -50,7 +50,7 @@ class Finder(importlib.abc.MetaPathFinder):
                     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
                     return tf.where(replica == 0, tensor, tf.zeros_like(tensor))
                 return dataclasses.replace(made, all_sum=lambda tensors: made.all_sum([first(t) for t in tensors]))
-            module._mirrored = mirrored
+            module.mirrored = mirrored
         spec.loader.exec_module = exec_module
         return spec
 sys.meta_path.insert(0, Finder())

@@ -41,7 +41,7 @@ class BucketStorage(Disk):
 
     A bucket has no rename. Therefore `manifest.json` is written last, and a checkpoint without one does not count.
     Whatever is in the folder is in the bucket, too; of a checkpoint in the bucket, only the manifest is here until it
-    is read. `first` is called before anything of a checkpoint is written, and before the manifest.
+    is read. `first` is called before anything of a checkpoint is written and before its manifest; an error stops that.
     """
 
     def __init__(self, folder: pathlib.Path, bucket: Bucket, first: Callable[[], None] = lambda: None):

@@ -37,7 +37,7 @@ class Batches(Source):
 
     Args:
       dataset: the batches.
-      decode: turns a batch as it is stored into one to train on, such as JPEGs into images, or None.
+      decode: turns a batch as it is stored into one to train on, such as JPEGs into images, or None; of own rows only.
       reader: what else there is to know of it, where Python makes the batches.
     """
 

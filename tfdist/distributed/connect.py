@@ -9,7 +9,6 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
-from concurrent import futures
 from typing import TYPE_CHECKING
 
 from tfdist.cluster import discovery, registration
@@ -21,10 +20,10 @@ from tfdist.config.runtime_options import PlacementOptions
 from tfdist.distributed import gpus, strategy_choice, tf_devices, tpu_host
 from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.strategies import horovod, multi_worker, tpu
+from tfdist.distributed.strategies.local import default, mirrored
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:
-    import keras
     import tensorflow as tf
 
 
@@ -133,9 +132,9 @@ def _start(placement: Placement, facts: Mapping[str, str], peers: Peers) -> Dist
     reason = placement.choice.reason
     match placement.choice.name:
         case "default":
-            return _default(reason, devices[0], jit)
+            return default(reason, devices[0], jit)
         case "mirrored":
-            return _mirrored(devices, reason, jit)
+            return mirrored(devices, reason, jit)
         case "multi_worker":
             return multi_worker.create(devices, reason, peers, jit, where.communication, where.bucket_bytes)
         case "tpu":
@@ -181,7 +180,7 @@ def _tpu(placement: Placement, names: tuple[str, ...], jit: str, refused: UserEr
         logger.info(f"WARNING: {error}")
         here = f"{len(names)} {names[0].partition(':')[0]}{'s' * (len(names) > 1)} here"
         reason = f"{here}; not tpu, though {placement.choice.reason}: it has not started"
-        return _mirrored(names, reason, jit) if len(names) > 1 else _default(reason, names[0], jit)
+        return mirrored(names, reason, jit) if len(names) > 1 else default(reason, names[0], jit)
 
 
 _CONNECTED: dict[tuple[PlacementOptions, str, discovery.Cluster], Distribution] = {}
@@ -254,58 +253,4 @@ def current(strategy: tf.distribute.Strategy) -> Distribution:
     # The others have TensorFlow's default strategy, as a model has that was created under none.
     own = [one for one in _IN_ORDER if one.strategy is strategy and one.name not in ("default", "horovod")]
     connected = own or _IN_ORDER
-    return connected[-1] if connected else _default("tfdist.connect() was not called")
-
-
-def _default(reason: str, device: str = "CPU:0", jit: str = "off") -> Distribution:
-    """Builds the strategy of one replica on one device, whose collectives return their input."""
-    import tensorflow as tf
-
-    # A scope, in which this thread may be, is the thread's own: in another one TensorFlow's default is the current one.
-    with futures.ThreadPoolExecutor(1) as elsewhere:
-        strategy = elsewhere.submit(tf.distribute.get_strategy).result()
-    return Distribution(name="default", reason=reason, strategy=strategy, replicas=1, devices=(device,), jit=jit)
-
-
-def _mirrored(names: tuple[str, ...], reason: str, jit: str = "off") -> Distribution:
-    """Builds the strategy of one replica per device of this process (`tf.distribute.MirroredStrategy`)."""
-    import tensorflow as tf
-
-    from tfdist.distributed.collectives import mend_variables, sum_in_order
-
-    if len(names) < 2:
-        what = f"--strategy=mirrored needs at least 2 devices, found {len(names)} ({', '.join(names)})"
-        raise UserError(what, "use --virtual_devices=2 to split the CPU, or --strategy=default")
-    mend_variables(is_chief=True)
-    # Between CPUs of one process TensorFlow would choose its ring collective, which costs 0.7 to 0.4 of
-    # the speed; adding up in one place needs no copies there. GPUs keep the default, NCCL.
-    reduction = tf.distribute.ReductionToOneDevice(accumulation_fn=sum_in_order) if names[0].startswith("CPU") else None
-    strategy = tf.distribute.MirroredStrategy([f"/{name}" for name in names], cross_device_ops=reduction)
-
-    def all_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
-
-    def all_gather(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        return [tf.distribute.get_replica_context().all_gather(tensor, 0) for tensor in tensors]
-
-    def average(variables: list[keras.Variable]) -> None:
-        for variable in variables:
-            copies = getattr(variable.value, "values", (variable.value,))
-            mean = sum_in_order([tf.identity(copy) for copy in copies]) / len(copies)
-            for copy in copies:
-                copy.assign(mean)
-
-    return Distribution(
-        name="mirrored",
-        reason=reason,
-        strategy=strategy,
-        replicas=len(names),
-        devices=names,
-        jit=jit,
-        run=lambda fn, args: strategy.run(fn, args=args),
-        local=strategy.experimental_local_results,
-        replica_id=lambda: tf.distribute.get_replica_context().replica_id_in_sync_group,
-        all_sum=all_sum,
-        all_gather=all_gather,
-        average=average,
-    )
+    return connected[-1] if connected else default("tfdist.connect() was not called")

@@ -21,7 +21,7 @@ class Distribution:
     """A strategy that has been started.
 
     `run`, `local`, `average` and `broadcast` are called in cross-replica context, `all_sum`, `all_gather` and
-    `replica_id` inside the function given to `run`. On one replica each is the identity: no caller asks for that.
+    `replica_id` inside the function given to `run`. On one replica each is the identity, so that callers need not ask.
     """
 
     name: str

@@ -147,7 +147,7 @@ def let_first_replica_speak(variable: keras.Variable) -> None:
     """
     for decides in (variable.value, getattr(variable.value, "_policy", None)):
         if hasattr(decides, "_aggregation"):
-            setattr(decides, "_aggregation", tf.VariableAggregation.ONLY_FIRST_REPLICA)  # noqa: B010
+            decides._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA  # type: ignore[union-attr]
 
 
 def read_copy(copy: tf.Variable) -> tf.Tensor:

@@ -116,7 +116,8 @@ class KeptFits:
                 raise UserError(what, "give each call its own file and start anew, or use --resume_changed")
         record = self._begin_random(folder, {"facts": facts, "mark": mark}, before) | {"facts": facts}
         # So that no checkpoint of another folder is taken for one of this call; records of 0.2.0 have no mark.
-        of_call, changed = {n: record[n] for n in ("mark",) if n in record}, self._options.resume_changed
+        of_call = {"call of fit": record["mark"]} if "mark" in record else {}
+        changed = self._options.resume_changed
         kept = Checkpoints(folder, every=self._every, keep=2, changed=changed, experiment=of_call)
         self._depth += 1
         try:
@@ -158,10 +159,8 @@ class KeptFits:
         path, record = folder / RECORD, dict[str, Any]()
         if self._distribution.is_chief and (path.exists() or files.newest_first(folder)):
             record = files.read_object(path) or {}
-            if {"facts", "begin", "end"} - record.keys() or record.get("sha256") not in (
-                None,
-                _sealed(record)["sha256"],
-            ):
+            intact = record.get("sha256") in (None, _sealed(record)["sha256"])
+            if not intact or {"facts", "begin", "end"} - record.keys():
                 raise UserError(f"{path} is missing or damaged", "put it back, or use --resume=never")
             known = record.get("files", {})
             record["changed"] = ", ".join(name for name, sha in _checksums(known).items() if sha != known[name])

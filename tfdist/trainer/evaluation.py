@@ -268,8 +268,7 @@ def predict_batches(
     ):
         for output in keras.tree.flatten(outputs):
             if tuple(output.shape[:1]) != (rows,):
-                what = f"the model gives an output of shape {tuple(output.shape)} for {rows} examples"
-                raise UserError(what, "give it one row for each, as what is written stands beside them")
+                raise UserError(f"the model gives {tuple(output.shape)} for {rows} examples", "give it one row for each")
         yield keras.tree.map_structure(np.asarray, outputs), keras.tree.map_structure(np.asarray, targets)
 
 

@@ -186,7 +186,6 @@ class _Outcome(NamedTuple):
     """The same rows computed in both ways."""
 
     whole: ProbeResult
-    is_finite: bool
     noise: dict[str, float]  # relative differences that the order of the rows alone makes
     distances: dict[str, float]  # relative differences of the two ways
     limit: float  # relative difference that counts as none
@@ -203,10 +202,10 @@ class _Outcome(NamedTuple):
             parts_large = probe.run(False, factor=LARGE, some=some)
             if whole_large.is_finite() and whole_large.gradient:
                 distances[_LARGE_GRADIENT] = whole_large.distance(parts_large)["the gradient"]
-        noise, finite = whole.distance(backwards), whole.is_finite()
+        noise = whole.distance(backwards)
         most = 20 * max(noise.values(), default=0.0)
-        conclusive = finite and most <= max(MOST_ROUNDING, 4 * rounding)
-        return cls(whole, finite, noise, distances, max(rounding, most), conclusive)
+        conclusive = whole.is_finite() and most <= max(MOST_ROUNDING, 4 * rounding)
+        return cls(whole, noise, distances, max(rounding, most), conclusive)
 
     def disagreements(self) -> dict[str, float]:
         """Returns what differs by more than rounding."""
@@ -229,17 +228,15 @@ def _agree_op_by_op(step: Step, rows: tuple[Structure, ...], comparison: Compari
     if step.distribution.static_shapes or tf.config.functions_run_eagerly() or _runs_own(step.model, comparison.kind):
         return None
     outcome = None
-    try:
+    with contextlib.suppress(ValueError, TypeError, tf.errors.OpError):  # of which the compiled functions say more
         for precise in (contextlib.nullcontext(), keras_internals.computing_in(step.model, "float64")):
             with precise:
                 probe, rounding = EquivalenceProbe(step, rows, comparison, keras_only=True), _rounding(step.model)
                 whole = probe.run(True)
                 distances = whole.distance(probe.run(False))
             if whole.is_finite() and max(distances.values(), default=0.0) <= rounding:
-                outcome = _Outcome(whole, True, {}, distances, rounding, True)
+                outcome = _Outcome(whole, {}, distances, rounding, True)
                 break
-    except (ValueError, TypeError, tf.errors.OpError):
-        pass  # the compiled functions will say more
     return outcome if all(step.distribution.peers.gather("whether replicas agree", outcome is not None)) else None
 
 
@@ -317,7 +314,7 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
                 outcome = _of_some_rows(probe, probe.some_rows()) or outcome
             if not outcome.is_conclusive:
                 outcome = _compare_in_float64(probe) or outcome
-            if not outcome.is_conclusive and outcome.is_finite:
+            if not outcome.is_conclusive and outcome.whole.is_finite():
                 repeated = outcome.whole.distance(probe.run(True, times=2))
     except tf.errors.ResourceExhaustedError:
         _refuse_by_structure(step, [comparison])
@@ -380,7 +377,7 @@ def _order_dependent(outcome: _Outcome, repeated: dict[str, float], random: bool
 
 
 def _inconclusive_reason(outcome: _Outcome, repeated: dict[str, float]) -> str:
-    if not outcome.is_finite:
+    if not outcome.whole.is_finite():
         return "loss, metrics or gradient are not finite"
     # The state of layers moves on with each pass, random or not.
     if any(distance > ROUNDING for name, distance in repeated.items() if not name.startswith(STATE)):

@@ -210,9 +210,7 @@ class EquivalenceProbe:
         self.computed_whole |= whole
         arrays = {name: _as_array(value) for name, value in values.items()}
         if backwards:
-            arrays.update(
-                {name: value[::-1] for name, value in arrays.items() if value.ndim and name.startswith(OUTPUT)}
-            )
+            arrays |= {name: value[::-1] for name, value in arrays.items() if value.ndim and name.startswith(OUTPUT)}
         return ProbeResult(arrays, [_as_array(g) for g in gradient])
 
     def _function(self, whole: bool) -> _Function:
@@ -222,10 +220,8 @@ class EquivalenceProbe:
         call = tf.function(self._traced(whole), autograph=False)
         trained = [] if self._own else [c for v in model.trainable_variables for c in keras_internals.copies(v)]
         foreign: list[tf.Variable] = []
-        if self._keras_only:
-            others = []  # what Python writes is restored, and all weights would be gigabytes to keep
-        elif tf.config.functions_run_eagerly():
-            others = trained
+        if tf.config.functions_run_eagerly():  # what Python writes is restored, and all weights may be gigabytes
+            others = [] if self._keras_only else trained
         else:
             # As in a training, the graph does not know how many rows there are, unless all shapes must be known: Keras
             # takes what has one column and as many rows as another tensor has columns for a bias (keras.ops.add).

@@ -333,8 +333,7 @@ def resized_crop(image: tf.Tensor, seed: tf.Tensor, size: tuple[int, int], small
 def color(image: tf.Tensor, seed: tf.Tensor, strength: float, maximum: float = 255.0) -> tf.Tensor:
     """Changes the colors of an image at random, see `jitter`, in the proportions of SimCLR (Chen et al., 2020).
 
-    Brightness, contrast and saturation get factors of 1 - strength to 1 + strength, and the hue is turned by up to
-    strength / 4 turns.
+    Brightness, contrast and saturation get factors of 1 - strength to 1 + strength, the hue up to strength / 4 turns.
     """
     drawn = uniform(seed, 4, -strength, strength)
     return jitter(image, drawn[:3] + 1.0, drawn[3] * (math.pi / 2), maximum)
