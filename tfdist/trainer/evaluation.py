@@ -268,7 +268,7 @@ def predict_batches(
     ):
         for output in keras.tree.flatten(outputs):
             if tuple(output.shape[:1]) != (rows,):
-                raise UserError(f"the model gives {tuple(output.shape)} for {rows} examples", "give it one row for each")
+                raise UserError(f"the model gives {tuple(output.shape)} for {rows} examples", "give one row for each")
         yield keras.tree.map_structure(np.asarray, outputs), keras.tree.map_structure(np.asarray, targets)
 
 
