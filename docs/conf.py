@@ -44,6 +44,7 @@ exclude_patterns = ["_build", "pictures", "requirements.txt"]
 myst_heading_anchors = 4  # as GitHub makes them, by which the pages link to each other
 myst_links_external_new_tab = False
 default_role = "code"
+highlight_language = "text"  # commands and what they print; else Sphinx colors them as Python
 suppress_warnings = ["misc.highlighting_failure"]
 
 html_theme = "furo"
