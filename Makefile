@@ -71,7 +71,7 @@ lint: .venv/ready
 
 # The page that is made from what is beside the fields.
 docs: .venv/ready
-	$(BIN)/python -m tfdist.config.commands.help_page > docs/fields.md
+	$(BIN)/python docs/make_fields.py > docs/fields.md
 
 # The commands that README.md and docs/ show, in a fresh environment with the wheel: half an hour on two cores.
 docs-test: .venv/ready

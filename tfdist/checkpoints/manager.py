@@ -144,7 +144,8 @@ class Checkpoints:
     def _facts(self, run: TrainingRun) -> dict[str, object]:
         """Returns what is compared on resume besides the experiment: the data's content, which may change its form."""
         form = ("kind", "examples", "elements", "batches")
-        return {name: fact for name, fact in run.facts.items() if name not in form} | self._model_facts
+        facts = {n: fact for n, fact in run.facts.items() if n.removesuffix(" of the validation") not in form}
+        return facts | self._model_facts
 
     def _restore(self, run: TrainingRun, checkpoint: LoadedCheckpoint | None) -> Position | None:
         position, best = training_run.restore(run, checkpoint, self._experiment)

@@ -41,8 +41,7 @@ class Settings:
 class Comparison:
     """A comparison under way, and its record in `compare.json`.
 
-    Args:
-      train_flags: gives flags of `tfdist.train` for the experiment, with some of its fields changed.
+    `train_flags`: gives flags of `tfdist.train` for the experiment, with some of its fields changed.
     """
 
     def __init__(
@@ -71,6 +70,7 @@ class Comparison:
         """Runs everything and shows what came out; returns the exit code."""
         names = "; ".join(t.name for t in self._trials)
         logger.info(f"comparing {self._experiment.name} on {self._settings.machine.describe()}: {names}")
+        self._save("running", [])  # or, killed now, the folder would be no comparison's
         try:
             for number, t in enumerate(self._trials, 1):
                 self._rows.append(self._measure(t, f"{number} of {len(self._trials)}"))
@@ -150,7 +150,7 @@ class Comparison:
         from tfdist.verification import weight_distance
 
         result = _read(pathlib.Path(self._rows[0].folder) / "result.json")
-        fields = weight_distance.check_flags(result["updates"], result["epochs"])
+        fields = weight_distance.check_flags(result["updates"])
         updates, folder = int(fields["config.train.steps"]), self._folder.path / "check"
         hardware, given = self._settings.machine, self._train_flags(fields)
         for t in (self._trials[0], self._trials[i]):

@@ -68,9 +68,7 @@ class Feed:
     def resume(self, update: int, epoch: int, begun: int, first: int = 0) -> None:
         """Goes to an update, `begun` batches after the beginning of an epoch.
 
-        Args:
-          epoch: number of epochs of this training before that one.
-          first: the update that this training began with.
+        `epoch`: number of epochs of this training before that one; `first`: the update that this training began with.
         """
 
     def digest(self, batches: int) -> list[str]:

@@ -8,18 +8,10 @@ from tfdist.data.batch_layout import Layout, MicroBatch, with_shape
 from tfdist.data.spec import Structure
 from tfdist.distributed.collectives import INTEGERS
 from tfdist.distributed.distribution import Distribution
-from tfdist.errors import UserError
 from tfdist.keras_bridge.keras_internals import MASK
 
 _SMALL = (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16)  # types that collectives do not know
 _LONG = (tf.int64, tf.uint64)  # types that those of a TPU do not know, either
-
-
-def no_text(outputs: Structure) -> None:
-    """Refuses text that a model returns, which no collective takes from worker to worker."""
-    if any(leaf.dtype == tf.string for leaf in keras.tree.flatten(outputs)):
-        what = "the model returns text, which cannot be gathered from several workers"
-        raise UserError(what, "predict the numbers and look the text up outside of the model, or use one worker")
 
 
 def gathered(distribution: Distribution, values: Structure, rows: MicroBatch) -> Structure:

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow import random as backend_random
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import loss as losses_of_keras
@@ -226,9 +227,32 @@ def adding_losses(model: keras.Model) -> list[str]:
 
 
 def random_layers(model: keras.Model) -> list[keras.Layer]:
-    """Returns the layers that draw random numbers in training alone; only their attributes and signatures tell."""
+    """Returns Keras' layers that draw random numbers in training alone; only their attributes and signatures tell."""
     seeded = lambda layer: any(isinstance(value, keras.random.SeedGenerator) for value in vars(layer).values())
-    return [layer for layer in flat_layers(model) if layer._call_has_training_arg and seeded(layer)]
+    of_keras = [layer for layer in flat_layers(model) if type(layer).__module__.startswith("keras.")]
+    return [layer for layer in of_keras if layer._call_has_training_arg and seeded(layer)]
+
+
+def rows_draw_alike() -> AbstractContextManager[None]:
+    """Lets `keras.random`, within it, draw the same for each row and each time: parts of a batch draw what it does."""
+
+    def first_row(shape: Sequence | tf.Tensor) -> Sequence:
+        shape = tf.unstack(shape) if tf.is_tensor(shape) else shape
+        return [1, *shape[1:]] if len(shape) else shape
+
+    def alike(theirs: Callable) -> Callable:
+        return lambda shape, *args, seed=None, **kwargs: tf.broadcast_to(
+            theirs(first_row(shape), *args, seed=0, **kwargs), shape
+        )
+
+    def dropout(theirs: Callable) -> Callable:
+        return lambda inputs, rate, noise_shape=None, seed=None: theirs(
+            inputs, rate, first_row(noise_shape or keras.ops.shape(inputs)), seed=0
+        )
+
+    names = "normal", "uniform", "randint", "truncated_normal"
+    changes = [(backend_random, name, alike) for name in names]
+    return patched(*changes, (backend_random, "dropout", dropout), alone=False)
 
 
 MOMENTS = "_moments"
@@ -319,8 +343,7 @@ def unscaled_losses(in_replicas: bool = True) -> AbstractContextManager[None]:
     Keras divides it by the strategy's number of replicas, since its `fit` adds the replicas' gradients up. tfdist
     weighs each replica by its rows, and the loss would be divided twice. Nothing public turns the division off.
 
-    Args:
-      in_replicas: in replica context, too; a loop of the user's own over `strategy.run` needs the division there.
+    `in_replicas`: in replica context, too; a loop of the user's own over `strategy.run` needs the division there.
     """
 
     def as_it_is(theirs: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:

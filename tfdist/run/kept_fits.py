@@ -263,8 +263,8 @@ def _digest(data: Any) -> str:
 
 def _text(thing: Any) -> str:
     with contextlib.suppress(Exception):  # of what refers to itself
-        # Layers without a seed draw one.
-        return re.sub(r'"seed": \d+', "", json.dumps(thing, default=_setup, skipkeys=True))
+        # Layers without a seed draw one, and BatchNormalization is synchronized where there are several replicas.
+        return re.sub(r'"seed": \d+|"synchronized": \w+', "", json.dumps(thing, default=_setup, skipkeys=True))
     return ""
 
 

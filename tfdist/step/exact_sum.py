@@ -131,8 +131,7 @@ def _largest(distribution: Distribution, own: list[tf.Tensor]) -> list[tf.Tensor
 class ExactSum:
     """How lists of tensors are added up, each list being one of at most so many terms over all replicas.
 
-    Args:
-      like: the tensors of a term, of static shape: floating-point ones, and integers.
+    `like`: the tensors of a term, of static shape: floating-point ones, and integers.
     """
 
     def __init__(self, like: list[tf.Tensor], terms: int):

@@ -15,6 +15,7 @@ from tfdist.data.spec import Structure
 from tfdist.distributed import collectives
 from tfdist.distributed.collectives import isolated_sum, sum_in_order
 from tfdist.distributed.distribution import Distribution
+from tfdist.errors import UserError
 from tfdist.keras_bridge import batch_norm, gathering, keras_internals, layer_state, optimizer_update, preconditions
 from tfdist.keras_bridge.zero import SlicedState
 from tfdist.step import virtual_replicas
@@ -39,8 +40,7 @@ class TrainingOptions:
 def training_call(replica: Replica, layout: Layout, losses: int, options: TrainingOptions) -> Callable[..., CallResult]:
     """Makes `call(feed, first, last, sums=None)`, which makes an update of each of these global batches.
 
-    Args:
-      losses: loss values of an update, the total included.
+    `losses`: loss values of an update, the total included.
     """
     optimizer_update.check(replica.model.optimizer)
 
@@ -144,8 +144,9 @@ def prediction_step(
     def predict(rows: MicroBatch) -> Structure:
         _, y, _ = unpack(rows.data)
         outputs = replica.predict(rows.data)
-        if layout.local:
-            gathering.no_text(outputs)
+        if layout.local and any(leaf.dtype == tf.string for leaf in keras.tree.flatten(outputs)):
+            what = "the model returns text, which cannot be gathered from several workers"  # no collective takes any
+            raise UserError(what, "predict the numbers and look the text up outside of the model, or use one worker")
         return (outputs, () if y is None else y) if with_targets else outputs
 
     def step(batch: ReplicaBatch) -> Structure:

@@ -50,9 +50,7 @@ class _Part(NamedTuple):
 def own_step_call(replica: Replica, layout: Layout, method: str, names: LogNames) -> Callable[..., CallResult]:
     """Makes `call(feed, first, last)`, which runs the model's own step on each of these global batches.
 
-    Args:
-      method: `train_step` or `test_step`.
-      names: is filled in when the function is traced.
+    `method`: `train_step` or `test_step`; `names`: is filled in when the function is traced.
 
     Returns:
       The function. In its results, `sums` are the values of the last batch, the first of which is finite only if the
@@ -189,8 +187,7 @@ def _combined(part: _Part, method: str, logs: object, names: LogNames) -> tf.Ten
 def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
     """Lets the step's optimizers see all replicas, while it is traced, and its means count a batch once.
 
-    Args:
-      handle: `handle(update)` does something with an `_AskedUpdate` that an optimizer is asked for.
+    `handle`: `handle(update)` does something with an `_AskedUpdate` that an optimizer is asked for.
     """
     known = preconditions.optimizers(model)
     averaging = {id(inner_optimizer(o)): inner_optimizer(o).use_ema for o in known}

@@ -45,8 +45,7 @@ class StepSums:
     def of(cls, groups: list[list[tf.Tensor | None]], terms: list[LossTerm]) -> StepSums:
         """Packs the results of a backward pass.
 
-        Args:
-          groups: one gradient or None per trainable variable, for each of `loss.objectives`; none where nothing trains.
+        `groups`: one gradient or None per trainable variable, for each of `loss.objectives`; none where nothing trains.
         """
         own = [t for t in terms if t.denominator is not None]
         scalars = [t.numerator for t in terms] + [t.denominator for t in own]
@@ -198,8 +197,7 @@ class Replica:
     ) -> MicroBatch:
         """Returns the rows of this replica, or of a virtual one, in a micro-batch.
 
-        Args:
-          count: examples in the global batch; an int says that it is full and divides evenly, or shapes are static.
+        `count`: examples in the global batch; an int says that it is full and divides evenly, or shapes are static.
         """
         replica = self.distribution.replica_id() if layout.replicas > 1 and virtual is None else 0
         # The table stays with the host: on a GPU, each batch would first bring the whole data set there.
@@ -308,8 +306,7 @@ class Replica:
 def _across_function(passes: Callable[..., PassResult], run: Callable[[Callable[..., list]], list]) -> PassResult:
     """Returns the result of `passes` where `run` calls it in a graph of its own, out of which only tensors come.
 
-    Args:
-      run: given a function that takes the arguments of `passes` and the rows to append to the outputs, as it returns.
+    `run`: given a function that takes the arguments of `passes` and the rows to append to the outputs, as it returns.
     """
     traced: list[PassResult] = []
 

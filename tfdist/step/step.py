@@ -145,7 +145,10 @@ class Step:
             self.replica.objective.classify(y, y_pred)
             metrics.classify(model, y, y_pred)
         if own:
-            metrics.check_summed(model, own)
+            for metric in metrics.whole_metrics(model):
+                what = f"metric {metric.name!r} does not add up over parts of a batch, and {own} of"
+                what = f"{what} {type(model).__name__} shows it those of the replicas"
+                raise UserError(what, "use --strategy=default, or leave the metric out")
             return
         self.replica.objective.check(split_by)
         metrics.check(model, split_by)
@@ -217,8 +220,7 @@ class Step:
     def rows_of(self, source: Source, number: int = SAMPLE_ROWS) -> tuple[Structure, ...]:
         """Returns the sample rows, as far as the source has such; or its own, if it has weights or targets besides.
 
-        Args:
-          number: more than `SAMPLE_ROWS` are of the source, or of the first batch of a stream, which is read once.
+        `number`: more than `SAMPLE_ROWS` are of the source, or of the first batch of a stream, which is read once.
         """
         known = self.sample_rows or ()
         if source.entries <= len(known):

@@ -81,8 +81,7 @@ class VirtualState:
     def end(self, changes: Sequence[tf.Tensor], examples: tf.Tensor | int, distribution: Distribution) -> None:
         """Sets the state after all virtual replicas, of which those without any of the examples have changed nothing.
 
-        Args:
-          changes: the sums of `changes`.
+        `changes`: the sums of `changes`.
         """
         remaining = iter(changes)
         first = tf.equal(distribution.replica_id(), 0)
@@ -126,8 +125,7 @@ _WRITES = ("Assign", "ResourceScatter")  # prefixes of operations that change a 
 def _check_graph(graph: tf.Graph, own: set[int]) -> None:
     """Refuses operations that depend on the device of a virtual replica, or on what that has computed before.
 
-    Args:
-      own: ids of the tensors in its graph that are variables of `VirtualState`.
+    `own`: ids of the tensors in its graph that are variables of `VirtualState`.
     """
     functions = graph.as_graph_def().library.function
     kinds = {op.type for op in graph.get_operations()} | {node.op for f in functions for node in f.node_def}
@@ -246,8 +244,7 @@ def _over_own(
 ) -> _Partial:
     """Lets one compiled function do the work for each of this replica's virtual replicas.
 
-    Args:
-      work: of the rows and the number among all micro-batches, returns the first three fields of `_Partial` for it.
+    `work`: of the rows and the number among all micro-batches, returns the first three fields of `_Partial` for it.
     """
     written: set[int] = set()
 

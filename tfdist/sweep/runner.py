@@ -18,9 +18,10 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from tfdist import config
-from tfdist.checkpoints import integrity, resume
+from tfdist.checkpoints import files, integrity, resume
 from tfdist.checkpoints.files import DamagedError
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.cluster.peers import differing_facts
 from tfdist.compare import trial
 from tfdist.config import schedule
 from tfdist.config.messages import logger
@@ -148,20 +149,20 @@ class Sweep:
                 alone = True
             try:
                 self._study = self.search.study(storages.JournalStorage(JournalFileBackend(shared.name)))
+                rows = self._latest()
+                runs = {folder: t.user_attrs["values"] for folder, t in rows.items()}
+                runs |= {} if self.search.trials else {space.folder(v): v for v in space.grid(self.search.space)}
+                finished = {folder for folder, values in runs.items() if self._finished(values)}
+                for folder, values in runs.items():
+                    state = rows[folder].state if folder in rows else TrialState.FAIL
+                    gone = state == TrialState.COMPLETE and folder not in finished
+                    pruned = state == TrialState.PRUNED and not self.search.prune
+                    if state == TrialState.RUNNING and alone:
+                        self._queue(values, rows[folder].number)
+                    elif state == TrialState.FAIL or gone or pruned:
+                        self._queue(values)
             except (ValueError, KeyError, AssertionError):  # Optuna asserts that it can read what it has added
                 raise UserError(f"{shared.name} is damaged", "remove it, and no finished run is repeated") from None
-            rows = self._latest()
-            runs = {folder: t.user_attrs["values"] for folder, t in rows.items()}
-            runs |= {} if self.search.trials else {space.folder(v): v for v in space.grid(self.search.space)}
-            finished = {folder for folder, values in runs.items() if self._finished(values)}
-            for folder, values in runs.items():
-                state = rows[folder].state if folder in rows else TrialState.FAIL
-                gone = state == TrialState.COMPLETE and folder not in finished
-                pruned = state == TrialState.PRUNED and not self.search.prune
-                if state == TrialState.RUNNING and alone:
-                    self._queue(values, rows[folder].number)
-                elif state == TrialState.FAIL or gone or pruned:
-                    self._queue(values)
             fcntl.flock(shared, fcntl.LOCK_SH)  # for as long as this process lives
             self._save("running")
         before = f", {len(finished)} of them finished before" if finished else ""
@@ -218,6 +219,8 @@ class Sweep:
                 self._queue(values, asked.number)
             raise
         value = None
+        if state == TrialState.COMPLETE and (odd := self._other_data(folder)):
+            state, outcome = TrialState.FAIL, {"status": "refused", "reason": odd}
         if state == TrialState.COMPLETE:
             outcome = results.measured(folder)
             value = outcome["evaluation"].get(metric, -self.search.aim.better * math.inf)
@@ -245,10 +248,24 @@ class Sweep:
         if not run.completed:
             return False
         try:
-            integrity.read_result(run.path)
+            result = integrity.read_result(run.path)
+            for file in integrity.TRUSTED:  # or the result may be another run's
+                integrity.check_file(run.path, file, result)
         except DamagedError as error:
             raise UserError(f"{run.path} is damaged: {error}", "copy it back, or remove it to train it again") from None
         return True
+
+    def _other_data(self, folder: pathlib.Path) -> str:
+        """Tells how the data of a run differ from those of one that finished before; empty if they do not."""
+        if any(field.startswith(("data.", "train.precision")) for field in self.search.space):
+            return ""
+        done = [name for name, t in self._latest().items() if t.state == TrialState.COMPLETE and name != folder.name]
+        facts: list[dict[str, Any]] = []
+        for name in (*done[:1], folder.name):
+            with contextlib.suppress(IndexError, DamagedError):
+                facts.append(files.read_state(files.newest_first(self.path / name / "checkpoints")[0]).get("facts", {}))
+        odd = [f for f in differing_facts(*facts) if f[0] != resume.MODEL_FILE] if len(facts) == 2 else []
+        return f"the data have changed since {done[0]} ({odd[0][0]}): use another --workdir" if odd else ""
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -273,10 +290,11 @@ class Sweep:
         return SweepRow(made.name, values, str(self.path / space.folder(values)), made.shell(), **outcome)
 
     def _save(self, status: str) -> list[SweepRow]:
-        rows = [
-            self._row(t.user_attrs["values"], **{"status": t.state.name.lower()} | t.user_attrs.get("outcome", {}))
-            for t in self._latest().values()
-        ]
+        rows = []
+        for folder, t in self._latest().items():  # of what is completed, its own result has a checksum
+            known = t.state == TrialState.COMPLETE and (self.path / folder / integrity.RESULT).exists()
+            outcome = results.measured(self.path / folder) if known else t.user_attrs.get("outcome", {})
+            rows.append(self._row(t.user_attrs["values"], **{"status": t.state.name.lower()} | outcome))
         content = {"status": status, "title": self.title, "rows": [dataclasses.asdict(row) for row in rows]}
         RunFolder(str(self.path)).write(RECORD, content)
         return rows

@@ -34,8 +34,7 @@ class CheckpointHook:
     def begin(self, position: Position, rollback: bool) -> Position:
         """Returns where the training begins, or resumes.
 
-        Args:
-          rollback: whether `roll_back` may be needed, and so a checkpoint to go back to.
+        `rollback`: whether `roll_back` may be needed, and so a checkpoint to go back to.
         """
         if self._checkpoints is None:
             return position
@@ -105,9 +104,7 @@ class CheckpointHook:
 
         The loss shows a weight that is not finite one update later than it came about: that one is left out as well.
 
-        Args:
-          error: to raise when this was tried `most` times.
-          update: the first with a loss that is not finite.
+        `error`: to raise when this was tried `most` times; `update`: the first with a loss that is not finite.
         """
         if self._checkpoints is None or self._rollbacks == most:
             raise error

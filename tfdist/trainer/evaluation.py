@@ -115,7 +115,7 @@ class Evaluation:
         self._step.compiled("test", layout)  # refuses what cannot be evaluated
         self._step.check_batches("test", layout, source.sizes(layout.batch))
         self._tuner = StepsPerCallTuner(None)
-        self._layout, self._virtual_replicas, self._source = layout, virtual_replicas, source
+        self._layout, self._virtual_replicas, self.source = layout, virtual_replicas, source
         self._repeated: equivalence_check.RepeatedCheck | None = None
         self.examples = 0  # examples evaluated by the last run
 
@@ -126,9 +126,9 @@ class Evaluation:
           choice: as `check_agreement` of `fit`.
           within_fit: whether a training has been checked; that counts if it had weights, too.
         """
-        within_fit = within_fit and self._source.entries <= len(self._step.sample_rows or ())
+        within_fit = within_fit and self.source.entries <= len(self._step.sample_rows or ())
         virtual = self._virtual_replicas
-        equivalence_check.check_forward(self._step, "test", self._source, choice, virtual, within_fit)
+        equivalence_check.check_forward(self._step, "test", self.source, choice, virtual, within_fit)
         self._repeated = equivalence_check.RepeatedCheck(self._step, "test", choice, virtual)
         if self._repeated.probes:
             self._feed.keep()
@@ -287,9 +287,7 @@ def _predict(
 ) -> Iterator[tuple[Structure, int]]:
     """Yields for each global batch the outputs of a compiled function, tensors [rows, ...], and their number of rows.
 
-    Args:
-      kind: of the function, see `Step.compiled`.
-      should_stop: called after each batch, if given.
+    `kind`: of the function, see `Step.compiled`; `should_stop`: called after each batch, if given.
     """
     preconditions.among("check_agreement", check_agreement, equivalence_check.CHOICES)
     preconditions.scope(model, distribution, virtual_replicas)

@@ -112,9 +112,19 @@ class TrainingPlan:
     def run(self) -> TrainingRun:
         """Returns the training as checkpoints see it."""
         options, batch = self.options, self.layout.batch
-        facts = self.source.facts() if options.checkpoints else {}
+        facts: dict[str, object] = {}
+        if options.checkpoints:
+            facts = _all_facts(self.source)
+            measured = _all_facts(self.validation.source) if self.validation else {}
+            facts |= {f"{name} of the validation": fact for name, fact in measured.items()}
         data = batch, self.updates_per_epoch, options.seed, self.source.size, options.virtual_replicas, facts
         return TrainingRun(self.model, options.distribution, self.callbacks, *data)
+
+
+def _all_facts(source: sources.Source) -> dict[str, object]:
+    """Returns what other data would change; of what is larger than a gigabyte only samples."""
+    size = sum(getattr(column, "nbytes", 0) for column in keras.tree.flatten(source.specs))
+    return source.facts() | (source.contents() if size <= 1 << 30 else {})
 
 
 def plan_training(model: keras.Model, source: sources.Source, options: FitOptions) -> TrainingPlan:

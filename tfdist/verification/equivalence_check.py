@@ -13,7 +13,7 @@ import pathlib
 import time
 import types
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import keras
@@ -83,9 +83,10 @@ def check_forward(
     Args:
       kind: `test` or `predict`.
       source, choice, virtual_replicas: as for `check_training`.
-      within_fit: whether it belongs to a training, with as many inputs, targets and weights, that has been checked.
+      within_fit: whether it belongs to a training, with as many inputs, targets and weights, that has been checked:
+        enough for all but code of the user's own, which may compute something else where it does not train.
     """
-    if choice == "off" or step.sample_rows is None or (within_fit and _trains_as_it_measures(step)):
+    if choice == "off" or step.sample_rows is None or (within_fit and not _runs_own(step.model, "test")):
         return
     inputs_only = kind == "predict" and not preconditions.replaced(step.model, preconditions.PREDICTION)
     rows = step.rows_of(source)[: 1 if inputs_only else None]
@@ -99,9 +100,7 @@ class RepeatedCheck:
     After 1, 2, 3, 5, 8, 12, ... batches, half as many more each time, so that it costs less and less; of models with
     code of the user's own alone. The validation of a training repeats the check of that.
 
-    Args:
-      kind: `train`, `test` or `predict`.
-      choice, virtual_replicas, accumulate: as for `check_training`.
+    `kind`: `train`, `test` or `predict`; `choice`, `virtual_replicas`, `accumulate`: as for `check_training`.
     """
 
     def __init__(self, step: Step, kind: str, choice: str, virtual_replicas: int = 0, accumulate: int = 1):
@@ -168,18 +167,6 @@ def _comparisons(step: Step, kind: str, virtual_replicas: int, accumulate: int =
     replicas = step.distribution.replicas
     comparisons = [Comparison(kind, "replicas", replicas)] if replicas > 1 else []
     return comparisons + ([Comparison(kind, "micro-batches", MICRO_BATCHES)] if accumulate > 1 else [])
-
-
-def _trains_as_it_measures(step: Step) -> bool:
-    """Returns whether no code of the user's own takes `training`: it could compute something else where it is false."""
-    if step.own_steps["train"] or step.own_steps["test"]:
-        return False
-    layers = keras_internals.flat_layers(step.model)
-    if any(isinstance(layer, _WRAPPERS) for layer in layers):
-        return False
-    # Keras' own layers, too, call functions of the user's: Lambda, or as an activation.
-    calls = [f for layer in layers for f in (layer.call, *filter(callable, vars(layer).values()))]
-    return not user_code.take([call for call in calls if not isinstance(call, keras.Layer | type)], "training")
 
 
 class _Outcome(NamedTuple):
@@ -265,8 +252,7 @@ def _compare_in_float64(probe: EquivalenceProbe, some: Sequence[int] | None = No
 def _refuse_by_structure(step: Step, comparisons: Sequence[Comparison], whole: ProbeResult | None = None) -> None:
     """Refuses what is known to differ between replicas, where numbers cannot show it.
 
-    Args:
-      whole: what one replica has computed, if it has: a layer called with `training=False` kept its statistics.
+    `whole`: what one replica has computed, if it has: a layer called with `training=False` kept its statistics.
     """
     for comparison in comparisons:
         if (comparison.kind, comparison.parts) != ("train", "replicas"):
@@ -291,7 +277,7 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         )
     distribution = step.distribution
     mark = fingerprint(step.model, distribution, rows, comparison) if choice == "auto" else ""
-    key = comparison, len(rows)
+    key = comparison._replace(divides=False), len(rows)
     passed = choice == "auto" and (key in step.checked or bool(mark and (_cache_folder() / mark).exists()))
     states = distribution.peers.gather("whether the model has been checked", [passed, crc(rows)])
     if all(passed for passed, _ in states):
@@ -306,11 +292,17 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
     if comparison.kind == "train":  # which takes longest, up to half a minute of deep networks
         logger.info(f"checking whether {comparison} agree on this model")
     start, repeated = time.perf_counter(), dict[str, float]()
+    own = _runs_own(step.model, comparison.kind)
+    rows, differ = (rows, True) if own else _differing_rows(rows)
     probe = EquivalenceProbe(step, rows, comparison)
     try:
-        with distribution.peers.during("compiling"), step_calls.eagerly(step.model):
+        with (
+            distribution.peers.during("compiling"),
+            step_calls.eagerly(step.model),
+            contextlib.nullcontext() if own else _without_zero_weights(step.model),
+        ):
             outcome = _agree_op_by_op(step, rows, comparison) or _Outcome.of(probe)
-            if outcome.is_conclusive and not outcome.disagreements() and _runs_own(step.model, comparison.kind):
+            if outcome.is_conclusive and not outcome.disagreements() and own:
                 outcome = _of_some_rows(probe, probe.some_rows()) or outcome
             if not outcome.is_conclusive:
                 outcome = _compare_in_float64(probe) or outcome
@@ -320,17 +312,17 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         _refuse_by_structure(step, [comparison])
         return None  # the first batch will say more
     except (ValueError, TypeError, tf.errors.OpError) as error:
-        if comparison.kind == "train":
-            if probe.computed_whole or not isinstance(error, tf.errors.OpError):
-                raise
-            _refuse_by_structure(step, [comparison])
-            return False  # the first update says more of what one replica cannot compute
+        if not (comparison.divides or probe.computed_whole):
+            return _agree(step, rows, comparison._replace(divides=True), choice)
+        if comparison.kind == "train" and (probe.computed_whole or not isinstance(error, tf.errors.OpError)):
+            raise
         if probe.computed_whole:
             raise UserError(
                 f"{comparison} disagree on this model{_CONTEXT[comparison.kind]}: it cannot be computed from parts of "
                 f"a batch ({type(error).__name__}: {one_line(error, 200)})",
                 f"make it depend on each row alone, {_fix(comparison)}",
             ) from error
+        _refuse_by_structure(step, [comparison])
         # The batches may have a shape that these few rows have not; what is wrong with those, too, they will say.
         logger.info(f"WARNING: not checked whether {comparison} agree: {type(error).__name__}: {one_line(error, 200)}")
         return False
@@ -348,14 +340,50 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         return False
     if disagreements := outcome.disagreements():
         raise UserError(_message(step, rows, comparison, disagreements, probe.adding))
-    record_pass(mark)
-    step.checked[key] = probe if not step.model.run_eagerly and _runs_own(step.model, comparison.kind) else None
+    if mark and differ:
+        with contextlib.suppress(OSError):  # without a writable cache it is checked again
+            _cache_folder().mkdir(parents=True, exist_ok=True)
+            (_cache_folder() / mark).touch()
+    step.checked[key] = probe if not step.model.run_eagerly and (own or not differ) else None
     most = max((d for n, d in outcome.distances.items() if n != "the gradient"), default=0.0)
     numbers = f"{'outputs' if comparison.kind == 'predict' else 'loss'} {most:.0e}"
     if comparison.kind == "train":
         numbers += f", gradient {outcome.distances.get('the gradient', 0.0):.0e}"
     logger.info(f"checked: {comparison} {_VERB[comparison.kind]} this model, {numbers} ({seconds:.1f} s)")
     return True
+
+
+def _differing_rows(rows: tuple[Structure, ...]) -> tuple[tuple[Structure, ...], bool]:
+    """Adds noise to floating inputs that are the same in all rows, as of blank images, on which all models agree.
+
+    Returns:
+      The rows, and whether they differ now. Blank integers stay: later batches have to show what a model makes of them.
+    """
+    random = np.random.default_rng(0)  # the same on all workers
+
+    def differing(leaf: tf.Tensor) -> tf.Tensor:
+        return leaf + random.normal(size=leaf.shape) if leaf.dtype.is_floating and _is_blank(leaf) else leaf
+
+    x = keras.tree.map_structure(differing, rows[0])
+    return (x, *rows[1:]), not all(map(_is_blank, keras.tree.flatten(x)))
+
+
+def _is_blank(leaf: tf.Tensor) -> bool:
+    rows = np.asarray(leaf) if isinstance(leaf, tf.Tensor) else np.arange(2)  # sparse ones are taken to differ
+    return bool((rows == rows[:1]).all())
+
+
+@contextlib.contextmanager
+def _without_zero_weights(model: keras.Model) -> Iterator[None]:
+    """Gives weights that are all zero other values meanwhile: what is behind a gate that is closed would not show."""
+    zeros = [v for v in model.weights if keras.backend.is_float_dtype(v.dtype) and not np.any(v)]
+    random, before = np.random.default_rng(0), layer_state.Snapshot(zeros)
+    try:
+        for variable in zeros:
+            variable.assign(random.uniform(0.1, 0.5, variable.shape))  # positive, as a variance has to be
+        yield
+    finally:
+        before.put_back()
 
 
 def crc(rows: Structure, checksum: int = 0) -> int:
@@ -391,9 +419,7 @@ def _message(
 ) -> str:
     """Returns the line that names the part of the model that disagrees, and the fix.
 
-    Args:
-      disagreements: names of values, and by how much they differ.
-      adding: the layers that call `add_loss`.
+    `disagreements`: names of values, and by how much they differ; `adding`: the layers that call `add_loss`.
     """
     model, kind, fix = step.model, comparison.kind, _fix(comparison)
     # A loss may differ since a layer's state does, and a metric since the outputs do.
@@ -543,14 +569,6 @@ def _runs_own(model: keras.Model, kind: str) -> bool:
     layers = keras_internals.flat_layers(model)
     own = preconditions.replaced(model, methods[kind]) or any(isinstance(layer, _WRAPPERS) for layer in layers)
     return bool(own) or user_code.runs_own([*layers, *_compiled(model, kind)])
-
-
-def record_pass(mark: str) -> None:
-    """Records that a model with this fingerprint, if any, has passed; without a writable cache it is checked again."""
-    if mark:
-        with contextlib.suppress(OSError):
-            _cache_folder().mkdir(parents=True, exist_ok=True)
-            (_cache_folder() / mark).touch()
 
 
 def _cache_folder() -> pathlib.Path:

@@ -83,6 +83,7 @@ class Comparison(NamedTuple):
     kind: str  # kind of computation: `train`, `test` or `predict`
     parts: str  # `replicas`, `virtual replicas` or `micro-batches`
     number: int  # number of the parts
+    divides: bool = False  # whether it divides the number of rows, as code needs it that takes a batch in equal parts
 
     def __str__(self) -> str:
         return f"{'1 and' if self.parts == 'replicas' else 'a batch and its'} {self.number} {self.parts}"
@@ -112,7 +113,8 @@ class EquivalenceProbe:
         self._own = "" if comparison.kind == "predict" else step.own_steps[comparison.kind]
         self.own_training = bool(self._own) and self._training  # whether a step of its own makes an update
         available = int(keras.tree.flatten(rows)[0].shape[0])
-        self.count = available - (available % comparison.number == 0)
+        rest = available % comparison.number
+        self.count = available - (rest if comparison.divides else rest == 0)
         if self._distribution.static_shapes and self._own:  # which must see no filler
             self.count = available - available % self._distribution.replicas or available
         self.adding: list[str] = []  # the layers that call `add_loss`
@@ -306,6 +308,7 @@ class EquivalenceProbe:
                 apart = comparison.parts != "replicas" and self._training
                 others = keras_internals.batch_norms(model) if apart else ()
                 changes.enter_context(layer_state.inference_only(model, others))
+                changes.enter_context(keras_internals.rows_draw_alike())
                 results = distribution.run(one, (leaves, of_replicas))
             if comparison.kind == "predict":
                 outputs = keras.tree.map_structure(first, results) if single else None

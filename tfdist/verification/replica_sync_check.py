@@ -23,8 +23,7 @@ PIECE = 1 << 16  # elements of a weight that are summed at a time
 class ReplicaSyncCheck:
     """The comparison of a model's state over replicas and workers, each `every` updates.
 
-    Args:
-      optimizers: whether to compare their state, too: slots, learning rate, number of updates, loss scale.
+    `optimizers`: whether to compare their state, too: slots, learning rate, number of updates, loss scale.
     """
 
     def __init__(self, distribution: Distribution, optimizers: bool = True, every: int = EVERY):

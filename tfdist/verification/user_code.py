@@ -6,7 +6,7 @@ import pathlib
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -20,17 +20,6 @@ _WITHOUT_ATTRIBUTES = (str, bytes, int, float, complex, bool, type(None), np.nda
 def is_own(code: object) -> bool:
     """Returns whether a function, or the class of an object, is code of the user's or of another library."""
     return _package(getattr(code, "__module__", None) or "") not in _LIBRARIES
-
-
-def take(functions: Iterable[Callable], argument: str) -> bool:
-    """Returns whether any of these that is the user's own takes an argument, or may, if that cannot be known."""
-    for function in filter(is_own, functions):
-        try:
-            if argument in inspect.signature(function).parameters:
-                return True
-        except (TypeError, ValueError):
-            return True
-    return False
 
 
 def runs_own(roots: Iterable[object]) -> bool:

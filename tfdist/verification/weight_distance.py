@@ -47,14 +47,13 @@ def tolerance(precision: str, reduce_dtype: str) -> float:
     return max(TOLERANCE[precision], TOLERANCE_OF_SUMS[reduce_dtype])
 
 
-def check_flags(updates: int, epochs: int) -> dict[str, str]:
+def check_flags(updates: int) -> dict[str, str]:
     """Returns fields of an experiment of that length that separate a wrong sum from rounding that has grown.
 
     Rounding grows with time, in some models to a few percent (see the README). In float64 it begins at 1e-16, and is
-    still negligible after an epoch. Besides, the warm-up fits into these few updates, and BatchNorm is synchronized.
+    still negligible then. Besides, the warm-up fits into these few updates, and BatchNorm is synchronized.
     """
-    # An epoch and one more update include the last batch of an epoch, which may be an uneven one.
-    few = min(updates, CHECK_UPDATES, -(-updates // max(1, epochs)) + 1)
+    few = min(updates, CHECK_UPDATES)
     return {
         "config.train.epochs": "0",
         "config.train.steps": str(few),

@@ -1,13 +1,9 @@
-"""`--help` of commands with absl flags, and the fields of an experiment for it and for docs/fields.md. No TensorFlow.
-
-`python -m tfdist.config.commands.help_page` prints docs/fields.md.
-"""
+"""`--help` of commands with absl flags, and the fields of an experiment for it and docs/fields.md. No TensorFlow."""
 
 import ast
 import dataclasses
 import functools
 import inspect
-import re
 import shutil
 import sys
 import textwrap
@@ -104,27 +100,3 @@ def fields(owner: object, prefix: str = "config") -> list[FieldDoc]:
         kind = field.type.__name__ if isinstance(field.type, type) else str(field.type)
         found.append(FieldDoc(name, kind, repr(value) if isinstance(value, str) else str(value), meaning))
     return found
-
-
-def as_markdown() -> str:
-    """Returns docs/fields.md."""
-    lines = [
-        "# The fields of an experiment",
-        "",
-        "A config file sets them (`Experiment(train=Train(epochs=3))`), and so does the command line:",
-        "`--config.train.epochs=3`. `python -m tfdist.train --config=NAME --help` lists them with the values of an",
-        "experiment. This page is made from `tfdist/config/__init__.py` by `make docs`.",
-    ]
-    group = ""
-    for field in fields(definition.Experiment()):
-        *owner, name = field.name.removeprefix("config.").split(".")
-        if (heading := ".".join(owner) or "Experiment") != group:
-            group = heading
-            lines += ["", f"## {group}", "", "| field | type | default | meaning |", "|---|---|---|---|"]
-        meaning = re.sub(r"\s*\(see [^)]*\)", "", field.meaning).replace("|", "\\|")
-        lines.append(f"| `{'.'.join([*owner, name])}` | {field.kind} | `{field.value}` | {meaning} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(as_markdown(), end="")

@@ -251,8 +251,7 @@ def parse(text: str, maximum: float = 255.0, field: str = "data.augment") -> Rec
 def resize(image: tf.Tensor, size: tuple[int, int], policy: str = "crop") -> tf.Tensor:
     """Makes an image [size[0], size[1], c], bilinear, smoothed where it shrinks to half or less; nothing is random.
 
-    Args:
-      policy: `crop` keeps the middle in the new proportions, `stretch` all of it in others, `pad` adds zeros.
+    `policy`: `crop` keeps the middle in the new proportions, `stretch` all of it in others, `pad` adds zeros.
     """
     if tuple(image.shape[:2]) == tuple(size):
         return image

@@ -21,8 +21,7 @@ T = TypeVar("T")
 class Parts:
     """Examples of several sources, those of one after those of the other.
 
-    Args:
-      parts: of each, the source and which of its rows are taken.
+    `parts`: of each, the source and which of its rows are taken.
     """
 
     def __init__(self, parts: Sequence[tuple[Any, np.ndarray]]):

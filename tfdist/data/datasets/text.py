@@ -142,9 +142,7 @@ MODULES = _NAMES.split()
 def stdlib_text(length: int = 64, examples: int = 4096) -> dict:
     """Makes sequences of bytes, each with the byte that follows every byte: by split, x and y int32 [n, length].
 
-    Args:
-      length: bytes per sequence.
-      examples: training sequences; a tenth as many are held out, of other modules.
+    `length`: bytes per sequence; `examples`: training sequences; a tenth as many are held out, of other modules.
     """
     field_syntax.check_whole("data.options: length", length)
     field_syntax.check_whole("data.options: examples", examples)
