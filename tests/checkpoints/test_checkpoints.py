@@ -324,15 +324,17 @@ def test_data_that_has_lost_an_example_is_refused(connect, tmp_path):
         train(connect(1), lambda: training_cases.images(EXAMPLES - 1), checkpoints=kept(tmp_path, every="1 steps"))
 
 
-@pytest.mark.parametrize("changed", ["labels", "inputs"])
+@pytest.mark.parametrize("changed", ["labels", "inputs", "one input"])
 def test_other_examples_of_the_same_number_are_refused(connect, tmp_path, changed):
     """Another table under the same name trained to other weights, and nothing was said."""
     assert train(connect(1), stop=2, checkpoints=kept(tmp_path, every="1 steps")) is None
     x, y = training_cases.images(EXAMPLES)
-    other = lambda: (x, np.roll(y, 7)) if changed == "labels" else (x[::-1], y)
-    name = "checksum of targets" if changed == "labels" else "an input"
+    one = x.copy()
+    one[57, 3, 3] += 1
+    other = {"labels": (x, np.roll(y, 7)), "inputs": (x[::-1], y), "one input": (one, y)}[changed]
+    name = {"labels": "checksum of targets", "inputs": "an input", "one input": "a sum over all inputs"}[changed]
     with pytest.raises(UserError, match=rf"experiment .{name} is [-\d.e]+ there and [-\d.e]+ here[;)]"):
-        train(connect(1), other, checkpoints=kept(tmp_path, every="1 steps"))
+        train(connect(1), lambda: other, checkpoints=kept(tmp_path, every="1 steps"))
     as_wider = lambda: (x.astype("float64"), y)  # the same numbers in another form
     assert train(connect(1), as_wider, checkpoints=kept(tmp_path, every="1 steps"))
 

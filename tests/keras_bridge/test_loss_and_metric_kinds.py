@@ -112,6 +112,14 @@ class ClassesSeen(keras.metrics.Metric):
         return keras.ops.mean(self.seen)
 
 
+class OfTheFirst(keras.metrics.Mean):
+    """The mean target of the first 100 examples, which seems to add up for fewer."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        rows = keras.ops.arange(keras.ops.shape(y_true)[0], dtype="float32") + self.count
+        super().update_state(y_true[:, 0], sample_weight=keras.ops.cast(rows < 100, "float32"))
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("loss", [_drops_rows, _per_positive])
 def test_losses_that_depend_on_rare_rows_are_those_of_keras(connect, replicas, loss):
@@ -125,7 +133,7 @@ def test_losses_that_depend_on_rare_rows_are_those_of_keras(connect, replicas, l
         keras.utils.set_random_seed(0)
         with connect(replicas if trained_by == "tfdist" else 1).scope():
             model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-            model.compile(keras.optimizers.SGD(1e-4), loss, metrics=[ClassesSeen()])
+            model.compile(keras.optimizers.SGD(1e-4), loss, metrics=[ClassesSeen(), OfTheFirst()])
         options = dict(batch_size=16, epochs=2, shuffle=False, verbose=0)
         if trained_by == "keras":
             history = model.fit(x, y, **options)

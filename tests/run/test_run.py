@@ -194,6 +194,18 @@ def test_continues_after_kills_bit_for_bit(where, script, tmp_path):
         assert reported(tmp_path / folder) == ("completed", [("completed", 2, 8)] * 3)
 
 
+@pytest.mark.faults
+def test_continues_on_other_devices(script, tmp_path):
+    """There, BatchNormalization is not what `tfdist run` made of it before."""
+    text = TRAIN.replace("keras.layers.Dropout(0.0)", "keras.layers.BatchNormalization()")
+    (tmp_path / "normalized.py").write_text(text)
+    flags, program = ["--workdir=kept", "--checkpoint_every=1 steps"], ("normalized.py",)
+    assert script("--virtual_devices=2", *flags, program=program, KILL="2:11").returncode == -9
+    last = script("--strategy=default", *flags, program=program)
+    assert last.returncode == 0 and "resuming after update 11" in last.stderr, last.stderr
+    assert numbers(last.stdout) == numbers(script(program=program, alone=True).stdout)
+
+
 @pytest.mark.whole
 @pytest.mark.faults
 @pytest.mark.parametrize("where, worker", [

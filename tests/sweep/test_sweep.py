@@ -13,7 +13,7 @@ import optuna
 import pytest
 from support import many_commands, shipped
 
-from tfdist.checkpoints import integrity
+from tfdist.checkpoints import files, integrity
 from tfdist.compare import trial
 from tfdist.errors import UserError
 from tfdist.sweep import results, runner, space
@@ -181,6 +181,34 @@ def test_a_finished_run_whose_result_was_changed_is_refused(sweep):
         UserError, match=r"is damaged: result.json has changed: its checksum is wrong: copy it back, or "
     ):
         sweep([32], written)
+
+
+def test_the_result_of_another_run_and_a_changed_journal_rank_nothing(sweep):
+    assert sweep([32, 64], written) == 0
+    journal = sweep.path / "study.journal"
+    journal.write_text(journal.read_text().replace("0.03125", "0.00001"))
+    assert sweep([32, 64], written) == 0
+    assert [row["evaluation"]["loss"] for row in sweep.record()["rows"]] == [1 / 32, 1 / 64]
+    journal.write_bytes(journal.read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"study.journal is damaged: remove it"):
+        sweep([32, 64], written)
+    journal.unlink()
+    listed = {"files": {"experiment.json": files.checksum(sweep.path / "train.batch_size=64/experiment.json")}}
+    other = integrity.sealed({"status": "completed", "evaluation": {"loss": 0.1}, **listed})
+    (sweep.path / "train.batch_size=32/result.json").write_text(json.dumps(other))
+    with pytest.raises(UserError, match=r"train.batch_size=32 is damaged: experiment.json"):
+        sweep([32, 64], written)
+
+
+def test_runs_on_other_data_are_not_ranked_together(sweep, monkeypatch):
+    facts = {"train.batch_size=32": 1, "train.batch_size=64": 1, "train.batch_size=16": 2}
+    monkeypatch.setattr(runner.files, "newest_first", lambda folder: [folder.parent])
+    state = lambda folder: {"facts": {"checksum of all targets": facts[folder.name]}}
+    monkeypatch.setattr(runner.files, "read_state", state)
+    assert sweep([32, 64], written) == 0
+    assert sweep([32, 64, 16], written) == 1
+    assert [row["status"] for row in sweep.record()["rows"]] == ["completed", "completed", "refused"]
+    assert "the data have changed since train.batch_size=32" in sweep.record()["rows"][-1]["reason"]
 
 
 def test_another_experiment_in_the_folder_is_refused(sweep, monkeypatch):

@@ -539,6 +539,77 @@ def test_a_matrix_of_similarities_trains_in_whole_batches_alone(connect):
             found(tfdist.fit, tfdist.evaluate, connect(replicas).scope(), **options)
 
 
+class MixesHalves(L.Layer):
+    """It needs an even number of rows."""
+
+    def call(self, x):
+        first, second = tf.split(x, 2)
+        return tf.concat([first + second, second - first], 0)
+
+
+class Seeded(L.Layer):
+    """Its random numbers, of size zero, must not hide what else it does in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(0)
+
+    def call(self, x, training=None):
+        noise = 0 * keras.random.normal(keras.ops.shape(x), seed=self.seed)
+        return x - keras.ops.mean(x, 0) + noise if training else x
+
+
+@pytest.mark.parametrize("layer", [MixesHalves, Seeded])
+def test_what_cannot_be_computed_from_any_rows_or_in_inference_is_seen(connect, layer):
+    with pytest.raises(tfdist.UserError, match="1 and 2 replicas disagree on this model"):
+        trained(connect, layer)
+
+
+def test_a_layer_with_a_seed_of_its_own_passes(connect, capsys):
+    class Noisy(L.Layer):
+        seed = keras.random.SeedGenerator(0)
+
+        def call(self, x, training=None):
+            kept = keras.random.dropout(x, 0.5, seed=self.seed)
+            return kept + keras.random.uniform(keras.ops.shape(x), seed=self.seed) if training else x
+
+    trained(connect, Noisy)
+    assert "checked: 1 and 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["fit", "predict", "stream"])
+def test_blank_rows_and_zero_weights_show_nothing_and_are_not_remembered(connect, kind):
+    distribution, (x, y) = connect(2), data()
+    with distribution.scope():
+        inputs = keras.Input((6,))
+        h = L.Dense(6, kernel_initializer="zeros" if kind == "predict" else "ones")(inputs)
+        model = keras.Model(inputs, L.Dense(1)(h - keras.ops.mean(h, 0)))
+        model.compile("sgd", "mse")
+    with pytest.raises(tfdist.UserError, match="disagree on this model"):
+        if kind == "predict":
+            tfdist.predict(model, x, distribution=distribution)
+        elif kind == "stream":
+            x[:12] = 0
+            batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(12)
+            tfdist.fit(model, batches, distribution=distribution, verbose=0)
+        else:
+            tfdist.fit(model, np.zeros_like(x), y, batch_size=12, distribution=distribution, verbose=0)
+
+
+def test_blank_whole_numbers_are_checked_until_some_differ(connect):
+    x, y = np.random.default_rng(0).integers(1, 9, (48, 4)), np.random.default_rng(1).normal(size=(48, 1))
+    x[:12] = 0
+    distribution = connect(2)
+    with distribution.scope():
+        inputs = keras.Input((4,), dtype="int32")
+        h = keras.ops.mean(L.Embedding(9, 6)(inputs), 1)
+        model = keras.Model(inputs, L.Dense(1)(h - keras.ops.mean(h, 0)))
+        model.compile("sgd", "mse")
+    with pytest.raises(tfdist.UserError, match=r"found after .* updates: 1 and 2 replicas disagree"):
+        batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(12)
+        tfdist.fit(model, batches, epochs=2, distribution=distribution, verbose=0)
+
+
 def test_unknown_choice(connect):
     with pytest.raises(tfdist.UserError, match="unknown check_agreement 'of': did you mean 'off'"):
         trained(connect, choice="of")

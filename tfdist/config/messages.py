@@ -48,17 +48,12 @@ def sized(count: float) -> str:
 
 def chief_only(is_chief: bool) -> None:
     """Silences this process unless it is the chief, so that each line appears once in a job of many workers."""
-    _handler.setLevel(logging.NOTSET if is_chief else logging.CRITICAL + 1)
+    handler.setLevel(logging.NOTSET if is_chief else logging.CRITICAL + 1)
 
 
-def use_standard_error() -> None:
-    """Prints all lines there from now on: standard output is a script's."""
-    _handler.stream = "stderr"
-
-
-_handler = _Handler("stdout")
-_handler.addFilter(lambda record: record.name != aside.name)
-logger.addHandler(_handler)
+handler = _Handler("stdout")  # or `stderr`, where standard output is a script's
+handler.addFilter(lambda record: record.name != aside.name)
+logger.addHandler(handler)
 aside.addHandler(_Handler("stderr"))
 if logger.level == logging.NOTSET:  # else the user has chosen one before tfdist was loaded
     logger.setLevel(logging.INFO)

@@ -250,8 +250,7 @@ def rows_draw_alike() -> AbstractContextManager[None]:
             inputs, rate, first_row(noise_shape or keras.ops.shape(inputs)), seed=0
         )
 
-    names = "normal", "uniform", "randint", "truncated_normal"
-    changes = [(backend_random, name, alike) for name in names]
+    changes = [(backend_random, name, alike) for name in ("normal", "uniform", "randint", "truncated_normal")]
     return patched(*changes, (backend_random, "dropout", dropout), alone=False)
 
 

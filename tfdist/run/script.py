@@ -34,7 +34,7 @@ _NOT_DISTRIBUTED = (
 
 def run(program: Program, environment: Environment, options: Options) -> int:
     """Connects, runs the program under the strategy to its end, and returns its exit code."""
-    messages.use_standard_error()
+    messages.handler.stream = "stderr"
     where = {name: getattr(environment, name) for name in runtime_options.names(PlacementOptions)}
     distribution = connect.connect(**where)
     return worker_session.reporting_failures(

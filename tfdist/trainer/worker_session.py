@@ -7,6 +7,7 @@ import mmap
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -90,7 +91,8 @@ class Signals:
 
             sys.addaudithook(see_kill)
         _SENT.append(self._sent)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        main = threading.current_thread() is threading.main_thread()  # others cannot receive any
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if main else ():
             self._before[number] = signal.signal(number, self._receive)
         return self
 
