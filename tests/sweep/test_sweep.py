@@ -191,7 +191,7 @@ def test_the_result_of_another_run_and_a_changed_journal_rank_nothing(sweep):
     assert [row["evaluation"]["loss"] for row in sweep.record()["rows"]] == [1 / 32, 1 / 64]
     journal.write_bytes(journal.read_bytes()[:-20])
     with pytest.raises(UserError, match=r"study.journal is damaged: remove it"):
-        sweep([32, 64], written)
+        sweep([32, 64, 128], written)
     journal.unlink()
     listed = {"files": {"experiment.json": files.checksum(sweep.path / "train.batch_size=64/experiment.json")}}
     other = integrity.sealed({"status": "completed", "evaluation": {"loss": 0.1}, **listed})

@@ -242,8 +242,11 @@ class Notes(keras.callbacks.Callback):
 
 
 def test_a_dry_run_leaves_no_data_set_and_no_control_character(run, tmp_path):
-    done = run("tfdist.train", "--dry_run", "--workdir=\x1b[31mred", TFDS_DATA_DIR=str(tmp_path / "tfds"))
+    words = ["--strategy=mirrored", "--virtual_devices=2", "--config.optimizer.schedule=constant"]
+    words += ["--config.optimizer.warmup=0", "--workdir=\x1b[31mred"]
+    done = run("tfdist.train", "--dry_run", *words, TFDS_DATA_DIR=str(tmp_path / "tfds"))
     assert done.returncode == 0, done.stderr
+    assert "  rate         0.05 throughout\n" in done.stdout
     assert "  folder       \\x1b[31mred\n" in done.stdout and "\x1b" not in done.stdout
     assert list(tmp_path.iterdir()) == []
     prepared = re.search(r"preparing the data set digits in (.*)/digits/", done.stdout)[1]

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from programs.surface.layers import CentersTheBatch, CountsAllCalls, CountsExamples, Noise, SumOfSquares
+from programs.surface.layers import CentersTheBatch, CountsAllCalls, CountsExamples, SumOfSquares
 from support import training_cases
 
 import tfdist
@@ -431,8 +431,8 @@ def test_batch_norm_is_refused_by_structure_where_numbers_cannot_tell(connect, c
     """A layer that is called with training=False keeps its statistics and is let pass."""
 
     def make():
-        base = deep(False)
-        return keras.Sequential([keras.Input((8, 8, 3)), Inference(base) if inference else base, Noise()])
+        base, noise = deep(False), L.Lambda(lambda t: t + tf.random.normal(tf.shape(t)))
+        return keras.Sequential([keras.Input((8, 8, 3)), Inference(base) if inference else base, noise])
 
     if inference:
         fitted(connect, make)

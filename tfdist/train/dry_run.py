@@ -140,7 +140,7 @@ def lines(
 def _rates(rate: float | keras.Variable | keras.optimizers.schedules.LearningRateSchedule, plan: Plan) -> str:
     """Describes the learning rate along the run."""
     if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
-        return f"{float(rate):g} throughout"
+        return f"{float(np.asarray(rate)):g} throughout"
     updates = {1, plan.warmup + 1, max(1, plan.updates // 2), *(b + 1 for b in plan.decay.boundaries), plan.updates}
     points = sorted(p for p in updates if p <= plan.updates)
     return "update " + ", ".join(f"{p:,}: {float(np.asarray(rate(p - 1))):.3g}" for p in points)
