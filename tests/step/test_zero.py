@@ -21,6 +21,7 @@ WORLDS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("name", zero_cases.OPTIMIZERS)
 def test_slices_give_the_bits_of_whole_state(connect, name, replicas):
@@ -28,7 +29,7 @@ def test_slices_give_the_bits_of_whole_state(connect, name, replicas):
     assert whole == sliced
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", ["shared memory", "horovod", pytest.param("ring", marks=pytest.mark.whole)])
 def test_slices_on_several_workers_give_the_bits_of_whole_state(tmp_path, world):
     strategy, names, options = WORLDS[world]
     outcomes = worlds.outcomes(tmp_path, strategy, 2, "zero", [*names, "refusal", "resume"], **options)

@@ -31,7 +31,7 @@ def table(tmp_path, monkeypatch):
     return scope["get_config"]
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
+@pytest.mark.parametrize("name", [pytest.param("adam", marks=pytest.mark.whole), "adamw", "sgd"])
 def test_what_is_not_written_is_as_in_keras(run, tmp_path, table, name):
     experiment = table(name)
     data = registry.load(experiment)

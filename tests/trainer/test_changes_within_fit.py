@@ -86,6 +86,7 @@ class Measures(keras.callbacks.Callback):
             self.by.fit(self.model, *self.data, batch_size=8, shuffle=False, verbose=0, callbacks=[self])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [keras.Model, OwnStep, OtherLogs])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_what_a_callback_measures_within_fit_counts_as_in_keras(connect, kind, replicas):

@@ -63,6 +63,9 @@ FORMS = {
 }
 
 
+LIKE_OTHERS = "endless data set", "of unknown length"
+
+
 def compiled(connect, *layers, loss=ignoring, replicas=2):
     keras.utils.set_random_seed(0)
     with connect(replicas).scope():
@@ -71,7 +74,9 @@ def compiled(connect, *layers, loss=ignoring, replicas=2):
     return model
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[pytest.mark.whole] * (form in LIKE_OTHERS)) for form in FORMS]
+)
 def test_rows_of_later_batches(connect, form):
     fit = lambda late: tfdist.fit(
         compiled(connect), FORMS[form](*data(late)), epochs=2, steps_per_epoch=9, distribution=connect(2), verbose=0

@@ -123,19 +123,20 @@ def _logged(part: _Part, method: str, data: Structure) -> object:
 
 def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
     """Lets the optimizers create their variables: which ones each updates is known only while the step is traced."""
-    distribution = replica.distribution
+    distribution, leaves = replica.distribution, keras.tree.flatten(data)
+    number = int(leaves[0].shape[0])
 
-    def one() -> tf.Tensor:
-        number = int(keras.tree.flatten(data)[0].shape[0])
-        rows = MicroBatch(data, number, number * distribution.replicas, 1, number, None)
+    def one(leaves: list[tf.Tensor]) -> tf.Tensor:
+        data_of_one = keras.tree.pack_sequence_as(data, leaves)
+        rows = MicroBatch(data_of_one, number, number * distribution.replicas, 1, number, None)
         return run_step(replica, "train_step", rows, number * distribution.replicas, LogNames())
 
     with replica.tracing(), _over_replicas(replica.model, _build):
-
-        def traced() -> tf.Tensor:
-            return distribution.local(distribution.run(one, ()))[0]
-
-        tf.function(traced, autograph=False).get_concrete_function()
+        traced = lambda leaves: distribution.local(distribution.run(one, (leaves,)))[0]
+        # How many rows there are is left open: the step may need others, such as a multiple of three.
+        rows = number if distribution.static_shapes else None
+        given = [tf.TensorSpec([rows, *leaf.shape[1:]], leaf.dtype) for leaf in leaves]
+        tf.function(traced, autograph=False).get_concrete_function(given)
 
 
 def recording(model: keras.Model) -> contextlib.AbstractContextManager:

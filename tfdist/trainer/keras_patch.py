@@ -120,8 +120,7 @@ class KerasPatch:
         saved_model, compat = importlib.import_module("tensorflow.saved_model"), tf.compat
         for owner, name in (saved_model, "load"), (compat.v2.saved_model, "load"), (compat.v1.saved_model, "load_v2"):
             self._replace(owner, name, keras_internals.outside_scope()(getattr(owner, name)))
-        # `keras.utils.clear_session` calls it, and a new graph has lost the scope. TensorBoard's callback imports the
-        # module by its name, and makes another one of `tf.compat.v1`.
+        # `clear_session` calls it, and a new graph has lost the scope. TensorBoard makes another module of that name.
         for owner in tf.compat.v1, importlib.import_module("tensorflow.compat.v1"):
             self._replace(owner, "reset_default_graph", self._in_scope(owner.reset_default_graph))
         self._scope.enter_context(self.distribution.scope())
