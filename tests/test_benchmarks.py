@@ -32,3 +32,14 @@ def test_this_commit_beside_itself(tmp_path):
     ratio = row["now"]["examples_per_second"] / row["HEAD"]["examples_per_second"]
     slower = ratio < 0.9  # on a machine that others use, too
     assert (done.returncode, report["slower"]) == (int(slower), ["mlp/1"] * slower), done.stderr
+
+
+@pytest.mark.whole
+def test_the_table_of_equivalence_tells_tfdist_from_keras(tmp_path):
+    words = [sys.executable, str(REPOSITORY / "benchmarks/equivalence/run.py"), f"--output={tmp_path}", "--epochs=2"]
+    words += ["--tools=tfdist, mirrored;Keras, MirroredStrategy, no accumulation"]
+    done = processes.run(words, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=1200)
+    ours, theirs = json.loads((tmp_path / "equivalence.json").read_text())
+    assert not ours["failed"] and max(*ours["distance"].values(), ours["kill"], ours["other"]) < 1e-5, done.stderr
+    assert min(theirs["distance"].values()) > 0.01
+    assert "| tfdist, mirrored " in (tmp_path / "equivalence.md").read_text()

@@ -574,3 +574,19 @@ def test_writes_are_noted_with_what_was_there_before(connect):
     assert one is variable and before == 1.0 and len(threads) == 1
     assert [id(copy) for copy, *_ in copies] == [*map(id, mirrored.values)]
     assert len(copies[0].threads | copies[1].threads) == 2
+
+
+def test_rows_draw_alike():
+    """Of `keras.random`, as layers call it: with shapes that are known, or not, and no matter how often."""
+    ones, seed = tf.ones([3, 50]), keras.random.SeedGenerator(1)
+    draws = [
+        lambda: keras.random.normal((3, 50), seed=seed),
+        lambda: keras.random.uniform(tf.shape(ones), seed=seed),
+        lambda: keras.random.randint((3, 50), 0, 9, seed=seed),
+        lambda: keras.random.dropout(ones, 0.5, seed=seed),
+    ]
+    for draw in draws:
+        with keras_internals.rows_draw_alike():
+            first, second = np.asarray(draw()), np.asarray(tf.function(draw)())
+            assert (first == first[:1]).all() and (first == second).all() and len(np.unique(first)) > 1
+        assert (np.asarray(draw()) != first).any()
