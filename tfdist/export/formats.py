@@ -173,7 +173,8 @@ def _named(prefix: str, inputs: dict, outputs: dict) -> _Trials:
     """Returns the arrays of one trial by the names that `verify` expects."""
     arrays = {f"{prefix}/in/{k}": v for k, v in inputs.items()} | {f"{prefix}/out/{k}": v for k, v in outputs.items()}
     # NumPy writes no objects, which is how TensorFlow gives texts.
-    return {name: array.astype("S") if array.dtype == object else array for name, array in arrays.items()}
+    encoded = lambda array: np.array([tf.compat.as_bytes(text) for text in array.flat]).reshape(array.shape)
+    return {name: encoded(array) if array.dtype == object else array for name, array in arrays.items()}
 
 
 def _difference(name: str, path: pathlib.Path, trials: _Trials) -> float:

@@ -121,8 +121,10 @@ def signature(function: tf.types.experimental.PolymorphicFunction) -> dict[str, 
 def save(servable: Servable, path: str) -> dict[str, tf.types.experimental.PolymorphicFunction]:
     """Writes the SavedModel; returns its functions by signature."""
     module = tf.Module()
-    # What a function uses and nothing here refers to would not be saved.
-    module.kept = [v.value for v in servable.model.variables]
+    # What a function uses and nothing here refers to would not be saved, such as the table of a TextVectorization.
+    resource = tf.saved_model.experimental.TrackableResource
+    tables = [part for part in tf.train.TrackableView(servable.model).descendants() if isinstance(part, resource)]
+    module.kept = [*(v.value for v in servable.model.variables), *tables]
     structure = inputs(servable.model, servable.spec)
     flat = keras.tree.flatten(structure)
     functions = {}

@@ -137,9 +137,8 @@ class SlicedState:
     def spread(self, weights: dict[int, keras.Variable], nothing: tf.Tensor) -> None:
         """Writes the slices of all replicas over the weights, which are given by their places.
 
-        Args:
-          nothing: 0, an integer scalar, which TensorFlow cannot know while it traces: then it takes an empty value for
-            a variable that it has created with a shape.
+        `nothing`: 0, an integer scalar, which TensorFlow cannot know while it traces: then it takes an empty value for
+        a variable that it has created with a shape.
         """
         sliced = {place: weight for place, weight in weights.items() if place in self.slices}
         own = [keras_internals.read_copy(self.slices[place].value) for place in sliced]

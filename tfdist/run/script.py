@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import pathlib
 import runpy
@@ -35,6 +36,7 @@ _NOT_DISTRIBUTED = (
 def run(program: Program, environment: Environment, options: Options) -> int:
     """Connects, runs the program under the strategy to its end, and returns its exit code."""
     messages.handler.stream = "stderr"
+    logging.root.handlers.clear()  # of absl's, or the script's logging.basicConfig would do nothing
     where = {name: getattr(environment, name) for name in runtime_options.names(PlacementOptions)}
     distribution = connect.connect(**where)
     return worker_session.reporting_failures(

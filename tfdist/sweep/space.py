@@ -59,9 +59,8 @@ def experiment(values: Values, base: config.Experiment) -> config.Experiment:
 def parse(text: str) -> dict[str, list[Any] | Range]:
     """Returns the values or the range of each field, with its type.
 
-    Args:
-      text: `--over`: fields separated by semicolons, values by commas; a comma or semicolon between quotes or brackets
-        belongs to the value. `log:LOW:HIGH` and `uniform:LOW:HIGH` are ranges, of numbers alone.
+    `text`: `--over`: fields separated by semicolons, values by commas; a comma or semicolon between quotes or brackets
+    belongs to the value. `log:LOW:HIGH` and `uniform:LOW:HIGH` are ranges, of numbers alone.
     """
     fields: dict[str, list[Any] | Range] = {}
     for part in filter(None, (part.strip() for part in field_syntax.divided("--over", text, ";"))):

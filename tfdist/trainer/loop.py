@@ -117,9 +117,8 @@ class FitLoop:
     def _check(self, initial: layer_state.Snapshot | None = None) -> None:
         """Refuses a model that would train, or be evaluated, in another way than on one device in whole batches.
 
-        Args:
-          initial: the layers' state before the training. After a resume, which may be on more replicas than before,
-            they have gathered so much that a few rows change nothing: a maximum stays as it is.
+        `initial`: the layers' state before the training. After a resume, which may be on more replicas than before,
+        they have gathered so much that a few rows change nothing: a maximum stays as it is.
         """
         plan, choice = self._plan, self._options.check_agreement
         with layer_state.unchanged(self._gathered):

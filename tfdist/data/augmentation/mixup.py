@@ -14,9 +14,8 @@ def mixer(alphas: dict[str, float]) -> Callable[..., tuple]:
     Columns are (x, y) or (x, y, weight): x [n, h, w, c], y one-hot [n, classes], weight [n]. Targets and weights come
     out so that the cross-entropy of an example is share * weight * l(y) + (1 - share) * partner weight * l(partner y).
 
-    Args:
-      alphas: `mixup`, `cutmix` or both, with the parameters of Beta(alpha, alpha) that shares are drawn from; of both,
-        each example gets one, by its seed.
+    `alphas`: `mixup`, `cutmix` or both, with the parameters of Beta(alpha, alpha) that shares are drawn from; of both,
+    each example gets one, by its seed.
     """
     quantiles = {name: _quantiles(alpha) for name, alpha in alphas.items()}
 

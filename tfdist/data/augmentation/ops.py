@@ -75,10 +75,9 @@ OPERATIONS = (
 def randaugment(image: tf.Tensor, seed: tf.Tensor, layers: int, magnitude: float, maximum: float = 255.0) -> tf.Tensor:
     """Applies `layers` of the paper's 14 operations, each drawn anew and as likely as any other.
 
-    Args:
-      magnitude: 0 to 10. 10 is a rotation by 30 degrees, a shear of 0.3, a shift by 0.45 of the side, a factor of 0.1
-        or 1.9 for brightness, contrast, saturation and sharpness, 4 bits left, or all values inverted. Signs are
-        random. (torchvision counts the same strength up to 30.)
+    `magnitude`: 0 to 10. 10 is a rotation by 30 degrees, a shear of 0.3, a shift by 0.45 of the side, a factor of 0.1
+    or 1.9 for brightness, contrast, saturation and sharpness, 4 bits left, or all values inverted. Signs are random.
+    (torchvision counts the same strength up to 30.)
     """
     level = magnitude / 10
     for layer in range(layers):

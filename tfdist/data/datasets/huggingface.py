@@ -148,9 +148,8 @@ def opened(what: str, open_with: Callable[[Any], Any], hint: str, prepare: bool)
 def loaded(what: str, by_split: Mapping[str, Any], splits: Mapping[str, str], options: Options, free: bool) -> Loaded:
     """Looks at the targets and at the first input.
 
-    Args:
-      options: `x=NAME, y=NAME` and `weight=NAME`, the columns, where it is not plain which; `channels=1` for images
-        that are not to be RGB; `max_pixels`; `classes` and `classify`, see `examples.targets_and_weights`.
+    `options`: `x=NAME, y=NAME` and `weight=NAME`, the columns, where it is not plain which; `channels=1` for images
+    that are not to be RGB; `max_pixels`; `classes` and `classify`, see `examples.targets_and_weights`.
     """
     sizes = {split: len(rows) for split, rows in by_split.items()}
     train, evaluation = cut(splits, by_split, sizes, what)
