@@ -32,15 +32,15 @@ class Interrupted(Exception):  # noqa: N818  an event and no error
     """Some worker was asked to stop, and all of them have, after the same update."""
 
 
-_STACK = re.compile(r"Graph execution error|Detected at node|Stack trace for op|Traceback \(|  File |\t \[\[\{\{node")
-
-
 def one_line(message: object, longest: int | None = None) -> str:
     """Returns an error, or another message that may span lines, as one line; cut after `longest` characters.
 
     An error that says nothing is named by its type. Of TensorFlow's errors the stacks are left out.
     """
-    line = " ".join(" ".join(t for t in str(message).splitlines() if not _STACK.match(t)).split())[:longest]
+    stack = re.compile(
+        r"Graph execution error|Detected at node|Stack trace for op|Traceback \(|  File |\t \[\[\{\{node"
+    )
+    line = " ".join(" ".join(t for t in str(message).splitlines() if not stack.match(t)).split())[:longest]
     return line or (type(message).__name__ if isinstance(message, BaseException) else "")
 
 

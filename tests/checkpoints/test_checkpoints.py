@@ -1,6 +1,7 @@
 """Checkpoints on disk, and the exact way back from them, within one process."""
 
 import contextlib
+import dataclasses
 import errno
 import itertools
 import os
@@ -337,6 +338,14 @@ def test_other_examples_of_the_same_number_are_refused(connect, tmp_path, change
         train(connect(1), lambda: other, checkpoints=kept(tmp_path, every="1 steps"))
     as_wider = lambda: (x.astype("float64"), y)  # the same numbers in another form
     assert train(connect(1), as_wider, checkpoints=kept(tmp_path, every="1 steps"))
+
+
+def test_other_inputs_that_are_read_by_number_are_refused(connect, tmp_path):
+    """Labels alone were compared: noise in place of all images trained on."""
+    assert train(connect(1), by_number, stop=2, checkpoints=kept(tmp_path, every="1 steps")) is None
+    other = dataclasses.replace(by_number(), decode=lambda example, seed: (example[0] + 1, example[1]))
+    with pytest.raises(UserError, match=r"experiment .a sum over all inputs of some rows is"):
+        train(connect(1), lambda: other, checkpoints=kept(tmp_path, every="1 steps"))
 
 
 def test_another_model_is_refused(connect, tmp_path):

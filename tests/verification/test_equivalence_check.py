@@ -596,6 +596,16 @@ def test_blank_rows_and_zero_weights_show_nothing_and_are_not_remembered(connect
             tfdist.fit(model, np.zeros_like(x), y, batch_size=12, distribution=distribution, verbose=0)
 
 
+def test_what_noise_would_spoil_is_checked_as_it_is(connect, capsys):
+    distribution, (x, y) = connect(2), data()
+    with distribution.scope():
+        inputs = keras.Input((6,))
+        model = keras.Model(inputs, L.Dense(1)(keras.ops.sqrt(1 - inputs**2)))
+        model.compile("sgd", "mse")
+    tfdist.fit(model, np.ones_like(x), y, batch_size=12, distribution=distribution, verbose=0)
+    assert "checked: 1 and 2 replicas agree" in capsys.readouterr().out
+
+
 def test_blank_whole_numbers_are_checked_until_some_differ(connect):
     x, y = np.random.default_rng(0).integers(1, 9, (48, 4)), np.random.default_rng(1).normal(size=(48, 1))
     x[:12] = 0

@@ -24,7 +24,6 @@ HARMLESS = (  # fields of the experiment that change how it runs and not its res
     "config.train.max_rollbacks",
     "config.eval.batch_size",
     "config.data.data_dir",
-    "config.data.cache",
     "config.checkpoint.",
 )
 

@@ -241,14 +241,10 @@ def rows_draw_alike() -> AbstractContextManager[None]:
         return [1, *shape[1:]] if len(shape) else shape
 
     def alike(theirs: Callable) -> Callable:
-        return lambda shape, *args, seed=None, **kwargs: tf.broadcast_to(
-            theirs(first_row(shape), *args, seed=0, **kwargs), shape
-        )
+        return lambda shape, *a, seed=None, **k: tf.broadcast_to(theirs(first_row(shape), *a, seed=0, **k), shape)
 
     def dropout(theirs: Callable) -> Callable:
-        return lambda inputs, rate, noise_shape=None, seed=None: theirs(
-            inputs, rate, first_row(noise_shape or keras.ops.shape(inputs)), seed=0
-        )
+        return lambda x, rate, noise_shape=None, seed=0: theirs(x, rate, first_row(noise_shape or tf.shape(x)), seed=0)
 
     changes = [(backend_random, name, alike) for name in ("normal", "uniform", "randint", "truncated_normal")]
     return patched(*changes, (backend_random, "dropout", dropout), alone=False)

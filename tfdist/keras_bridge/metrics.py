@@ -64,8 +64,7 @@ def _without_last(pair: MetricArguments) -> MetricArguments:
 def classify(model: keras.Model, y: Structure, y_pred: Structure) -> None:
     """Finds out which compiled metrics must see a whole batch, by trying them; not within a traced function.
 
-    Args:
-      y, y_pred: targets and outputs of `SAMPLE_ROWS` rows.
+    `y` and `y_pred` are targets and outputs of `SAMPLE_ROWS` rows.
     """
     for pair in keras_internals.metric_arguments(model, y, y_pred, None):
         for metric in pair.metrics:

@@ -48,8 +48,7 @@ class Report(Callback):
     tfdist.fit(model, x, y, epochs=3, callbacks=[report])
     ```
 
-    Args:
-      folder: where the files are written.
+    `folder`: where the files are written.
     """
 
     chief_only = True

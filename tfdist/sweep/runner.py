@@ -257,14 +257,13 @@ class Sweep:
 
     def _other_data(self, folder: pathlib.Path) -> str:
         """Tells how the data of a run differ from those of one that finished before; empty if they do not."""
-        if any(field.startswith(("data.", "train.precision")) for field in self.search.space):
-            return ""
+        alike = not any(field.startswith(("data.", "train.precision")) for field in self.search.space)
         done = [name for name, t in self._latest().items() if t.state == TrialState.COMPLETE and name != folder.name]
         facts: list[dict[str, Any]] = []
         for name in (*done[:1], folder.name):
             with contextlib.suppress(IndexError, DamagedError):
                 facts.append(files.read_state(files.newest_first(self.path / name / "checkpoints")[0]).get("facts", {}))
-        odd = [f for f in differing_facts(*facts) if f[0] != resume.MODEL_FILE] if len(facts) == 2 else []
+        odd = [f for f in differing_facts(*facts) if f[0] != resume.MODEL_FILE] if alike and len(facts) == 2 else []
         return f"the data have changed since {done[0]} ({odd[0][0]}): use another --workdir" if odd else ""
 
     @contextlib.contextmanager

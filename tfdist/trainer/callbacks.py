@@ -55,8 +55,7 @@ class Callback(keras.callbacks.Callback):
     def on_call(self, call: Call) -> None:
         """Is called after each call of the compiled function, before `on_train_batch_end`.
 
-        Args:
-          call: its number of updates and examples, and where this worker's time went.
+        `call`: its number of updates and examples, and where this worker's time went.
         """
 
     def on_checkpoint(self, update: int) -> None:
@@ -73,8 +72,7 @@ class Callback(keras.callbacks.Callback):
     def on_accumulate(self, accumulate: int) -> None:
         """Is called when memory has run out and training goes on with smaller micro-batches.
 
-        Args:
-          accumulate: micro-batches per update from now on.
+        `accumulate`: micro-batches per update from now on.
         """
 
     def get_state(self) -> State | None:
@@ -87,8 +85,7 @@ class Callback(keras.callbacks.Callback):
     def set_state(self, state: State) -> None:
         """Restores the state from a checkpoint, after `on_train_begin`; each entry becomes an attribute of that name.
 
-        Args:
-          state: returned by `get_state`.
+        `state`: returned by `get_state`.
         """
         for name, value in state.items():
             setattr(self, name, value)

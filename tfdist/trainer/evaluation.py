@@ -127,9 +127,8 @@ class Evaluation:
           within_fit: whether a training has been checked; that counts if it had weights, too.
         """
         within_fit = within_fit and self.source.entries <= len(self._step.sample_rows or ())
-        virtual = self._virtual_replicas
-        equivalence_check.check_forward(self._step, "test", self.source, choice, virtual, within_fit)
-        self._repeated = equivalence_check.RepeatedCheck(self._step, "test", choice, virtual)
+        equivalence_check.check_forward(self._step, "test", self.source, choice, self._virtual_replicas, within_fit)
+        self._repeated = equivalence_check.RepeatedCheck(self._step, "test", choice, self._virtual_replicas)
         if self._repeated.probes:
             self._feed.keep()
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import keras
+import numpy as np
 
 from tfdist.checkpoints import training_state
 from tfdist.checkpoints.manager import Checkpoints
@@ -15,8 +16,10 @@ from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.config.messages import logger
 from tfdist.data import sources
+from tfdist.data.arrays import Arrays
 from tfdist.data.batch_layout import Layout
 from tfdist.data.protocol import Feed
+from tfdist.data.records import Records
 from tfdist.distributed import arithmetic
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
@@ -112,19 +115,22 @@ class TrainingPlan:
     def run(self) -> TrainingRun:
         """Returns the training as checkpoints see it."""
         options, batch = self.options, self.layout.batch
-        facts: dict[str, object] = {}
-        if options.checkpoints:
-            facts = _all_facts(self.source)
-            measured = _all_facts(self.validation.source) if self.validation else {}
-            facts |= {f"{name} of the validation": fact for name, fact in measured.items()}
+        facts = _all_facts(self.source) if options.checkpoints else {}
+        measured = _all_facts(self.validation.source) if options.checkpoints and self.validation else {}
+        facts |= {f"{name} of the validation": fact for name, fact in measured.items()}
         data = batch, self.updates_per_epoch, options.seed, self.source.size, options.virtual_replicas, facts
         return TrainingRun(self.model, options.distribution, self.callbacks, *data)
 
 
 def _all_facts(source: sources.Source) -> dict[str, object]:
-    """Returns what other data would change; of what is larger than a gigabyte only samples."""
+    """Returns what other data would change; of what is larger than a gigabyte, or is read by number, some rows."""
     size = sum(getattr(column, "nbytes", 0) for column in keras.tree.flatten(source.specs))
-    return source.facts() | (source.contents() if size <= 1 << 30 else {})
+    contents = source.contents() if size <= 1 << 30 else {}
+    if isinstance(source, Arrays | Records) and not contents.keys() - {"checksum of all labels"}:
+        some, again = (Arrays(keras.tree.map_structure(np.asarray, source.spread_rows(32))).contents() for _ in "12")
+        some = some if some == again else {}  # code of the user's own may draw at random when it reads
+        contents |= {f"{name} of some rows": fact for name, fact in some.items()}
+    return source.facts() | contents
 
 
 def plan_training(model: keras.Model, source: sources.Source, options: FitOptions) -> TrainingPlan:

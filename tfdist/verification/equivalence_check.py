@@ -277,7 +277,7 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         )
     distribution = step.distribution
     mark = fingerprint(step.model, distribution, rows, comparison) if choice == "auto" else ""
-    key = comparison._replace(divides=False), len(rows)
+    key = comparison._replace(divides=False, as_given=False), len(rows)
     passed = choice == "auto" and (key in step.checked or bool(mark and (_cache_folder() / mark).exists()))
     states = distribution.peers.gather("whether the model has been checked", [passed, crc(rows)])
     if all(passed for passed, _ in states):
@@ -293,13 +293,14 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         logger.info(f"checking whether {comparison} agree on this model")
     start, repeated = time.perf_counter(), dict[str, float]()
     own = _runs_own(step.model, comparison.kind)
-    rows, differ = (rows, True) if own else _differing_rows(rows)
+    varied = not (own or comparison.as_given)
+    given, (rows, differ) = rows, _differing_rows(rows) if varied else (rows, own)
     probe = EquivalenceProbe(step, rows, comparison)
     try:
         with (
             distribution.peers.during("compiling"),
             step_calls.eagerly(step.model),
-            contextlib.nullcontext() if own else _without_zero_weights(step.model),
+            _without_zero_weights(step.model) if varied else contextlib.nullcontext(),
         ):
             outcome = _agree_op_by_op(step, rows, comparison) or _Outcome.of(probe)
             if outcome.is_conclusive and not outcome.disagreements() and own:
@@ -312,6 +313,8 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         _refuse_by_structure(step, [comparison])
         return None  # the first batch will say more
     except (ValueError, TypeError, tf.errors.OpError) as error:
+        if varied:
+            return _agree(step, given, comparison._replace(as_given=True), choice)
         if not (comparison.divides or probe.computed_whole):
             return _agree(step, rows, comparison._replace(divides=True), choice)
         if comparison.kind == "train" and (probe.computed_whole or not isinstance(error, tf.errors.OpError)):
@@ -327,6 +330,8 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         logger.info(f"WARNING: not checked whether {comparison} agree: {type(error).__name__}: {one_line(error, 200)}")
         return False
     seconds = time.perf_counter() - start
+    if varied and not outcome.whole.is_finite():  # noise in a logarithm, say
+        return _agree(step, given, comparison._replace(as_given=True), choice)
     if not outcome.is_conclusive:
         _refuse_by_structure(step, [comparison], outcome.whole)
         name = _order_dependent(outcome, repeated, probe.draws_random_numbers()) if repeated else ""
@@ -356,8 +361,7 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
 def _differing_rows(rows: tuple[Structure, ...]) -> tuple[tuple[Structure, ...], bool]:
     """Adds noise to floating inputs that are the same in all rows, as of blank images, on which all models agree.
 
-    Returns:
-      The rows, and whether they differ now. Blank integers stay: later batches have to show what a model makes of them.
+    Returns also whether rows differ now. Blank integers stay: later batches show what a model makes of them.
     """
     random = np.random.default_rng(0)  # the same on all workers
 

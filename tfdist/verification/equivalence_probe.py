@@ -83,6 +83,7 @@ class Comparison(NamedTuple):
     kind: str  # kind of computation: `train`, `test` or `predict`
     parts: str  # `replicas`, `virtual replicas` or `micro-batches`
     number: int  # number of the parts
+    as_given: bool = False  # whether blank rows and weights stay as they are, since what they become gave no numbers
     divides: bool = False  # whether it divides the number of rows, as code needs it that takes a batch in equal parts
 
     def __str__(self) -> str:
