@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Else every process of a test run compiles the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-oldest faults horovod lint docs docs-test site site-test dist keras-tests keras-examples topology-check engines bench bench-workers bench-checkpoints bench-watching bench-input clean
+.PHONY: train test test-all test-oldest faults horovod lint docs docs-test site site-test dist keras-tests keras-examples topology-check engines bench bench-workers bench-checkpoints bench-watching bench-input equivalence clean
 
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
@@ -121,6 +121,10 @@ bench-input: .venv/ready
 bench-workers: .venv/ready horovod
 	$(BIN)/python benchmarks/bench_workers.py
 
+# One training by tfdist and by its peers, each in its own words: an hour, once their environments are there (6 GB).
+equivalence: .venv/ready horovod .venv-torch/ready .venv-jax/ready .venv-tf-keras/ready
+	$(BIN)/python benchmarks/equivalence/run.py
+
 .venv/ready: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -138,6 +142,23 @@ bench-workers: .venv/ready horovod
 	.venv-engines/bin/python -m pip install --quiet --upgrade pip
 	.venv-engines/bin/python -m pip install --quiet --editable . 'ray[train]==2.60.*' 'keras-tuner[bayesian]==1.4.*' \
 	  'keras-hub==0.32.*' 'optuna>=5,<6' 'mlflow==3.17.*' 'wandb==0.31.*'
+	touch $@
+
+# The peers of `make equivalence`.
+.venv-torch/ready: Makefile
+	$(PYTHON) -m venv .venv-torch
+	.venv-torch/bin/python -m pip install --quiet 'torch==2.14.1' 'accelerate==1.15.0' 'lightning==2.6.6' \
+	  'deepspeed==0.19.8'
+	touch $@
+
+.venv-jax/ready: Makefile
+	$(PYTHON) -m venv .venv-jax
+	.venv-jax/bin/python -m pip install --quiet 'keras==3.15.1' 'jax==0.10.2'
+	touch $@
+
+.venv-tf-keras/ready: Makefile
+	$(PYTHON) -m venv .venv-tf-keras
+	.venv-tf-keras/bin/python -m pip install --quiet 'tensorflow-cpu==2.16.2' 'tf_keras==2.16.0'
 	touch $@
 
 # TensorFlow for TPUs, as docs/strategies.md has it installed. It starts without a TPU, and knows its kernels.
@@ -161,5 +182,5 @@ bench-workers: .venv/ready horovod
 	touch $@
 
 clean:
-	rm -rf .venv .venv-dist .venv-engines .venv-oldest .venv-site .venv-tpu build dist docs/_build docs/_generated \
-	  *.egg-info runs
+	rm -rf .venv .venv-dist .venv-engines .venv-jax .venv-oldest .venv-site .venv-tf-keras .venv-torch \
+	  .venv-tpu build dist docs/_build docs/_generated *.egg-info runs
