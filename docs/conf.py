@@ -81,8 +81,8 @@ def link(page, target, anchor):
         return f"](#{os.path.basename(inside).replace('.', '')})"
     if inside in COPIES:
         return f"](/_generated/{COPIES[inside]}{anchor})"
-    if pathlib.Path(path).parent == DOCS and path.endswith(".md"):
-        return f"](/{os.path.basename(path)}{anchor})"
+    if DOCS in pathlib.Path(path).parents and path.endswith(".md"):
+        return f"](/{os.path.relpath(path, DOCS)}{anchor})"
     if inside == "README.md":
         return "](/index.md)"
     return ""

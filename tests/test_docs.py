@@ -22,7 +22,7 @@ from tfdist.config import Experiment
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")),
-    *sorted(ROOT.glob("docs/*.md")),
+    *sorted([*ROOT.glob("docs/*.md"), ROOT / "docs/evidence/tests.md"]),
 ]
 COMMANDS = tuple(commands.COMMANDS)
 FOREIGN = {"epochs": "a script", "signal": "sbatch, timeout", "logdir": "tensorboard", "dist": "pytest"}
