@@ -23,12 +23,7 @@ def test_a_free_and_a_taken_port(port):
     with socket.create_server((HERE, port)):
         one(checks.port_here(HERE, port), "fail", f"{HERE}:{port} is taken by process ", "choose another port")
         one(checks.port_here(checks.ALL, port), "fail", "it is taken", "end that program")
-        one(
-            checks.port_here(checks.ALL, port, needed=False),
-            "warn",
-            "tfdist.launch would meet there",
-            "--master_port",
-        )
+        one(checks.port_here(checks.ALL, port, needed=False), "warn", "tfdist.launch would meet there", "--master_port")
 
 
 def test_addresses_that_are_not_ours(port, monkeypatch):

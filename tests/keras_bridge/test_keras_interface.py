@@ -633,10 +633,7 @@ def test_many_trainings_in_one_process_bring_no_warning_of_retracing(connect, ca
 
 
 def test_connect_refuses_what_it_does_not_know(connect):
-    with pytest.raises(
-        tfdist.UserError,
-        match="has no option 'gpus': known are strategy, devices, virtual_devices, ",
-    ):
+    with pytest.raises(tfdist.UserError, match="has no option 'gpus': known are strategy, devices, virtual_devices, "):
         tfdist.connect("default", gpus=2)
     with pytest.raises(tfdist.UserError, match=r"^virtual_devices=9 comes too late, TensorFlow has already started"):
         tfdist.connect("mirrored", virtual_devices=9)

@@ -87,13 +87,7 @@ def test_the_run_folder_and_what_is_printed(run, tmp_path):
     assert result(tmp_path / "runs" / "mine.1") == r
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "digits_mlp",
-        pytest.param("synthetic_cnn", marks=pytest.mark.whole),
-    ],
-)
+@pytest.mark.parametrize("name", ["digits_mlp", pytest.param("synthetic_cnn", marks=pytest.mark.whole)])
 def test_configs_run(name, run, tmp_path):
     short = ["--config.train.epochs=1", "--config.optimizer.warmup=0%"]
     if name != "digits_mlp":

@@ -91,7 +91,9 @@ def test_agrees_with_keras(name, replicas, connect):
     even = name == "batch norm" or (name == "two outputs" and not keras_internals.RESETS_ON_BATCH)
     sizes = [12] * 3 if even else [12, 12, 7, 12, 1, 12, 9]
     got = calls(name, ours(connect(replicas)), made(name, connect(replicas)), sizes)
-    expected = calls(name, keras.Model, made(name, connect(1)), sizes)
+    judge = made(name, connect(1))
+    judge.run_eagerly = True  # Keras would trace each number of rows anew
+    expected = calls(name, keras.Model, judge, sizes)
     if keras_internals.RESETS_ON_BATCH:  # before, numbers were arrays without dimensions
         assert keras.tree.map_structure(type, got) == keras.tree.map_structure(type, expected)
     training_cases.all_same(keras.tree.flatten(got), keras.tree.flatten(expected), rtol=1e-4, atol=1e-5)
@@ -126,7 +128,9 @@ def adversarial(by, distribution, pattern):
     return seen, [*judge.get_weights(), *makes.get_weights()]
 
 
-@pytest.mark.parametrize("pattern, replicas", [("toggled", 2), ("frozen", 1), ("trained before", 2)])
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("pattern", ["toggled", "frozen", "trained before"])
 def test_two_models_train_in_turn(pattern, replicas, connect):
     """Before Keras 3 the judge was trained although frozen; its first batch decides."""
     got = adversarial(ours(connect(replicas)), connect(replicas), pattern)
@@ -209,7 +213,5 @@ def test_what_cannot_be_used_is_refused(call, message, connect):
 
 
 def test_virtual_replicas_give_the_same_bits_on_any_number_of_replicas(connect):
-    seen = [
-        calls("weighed", ours(connect(n), virtual_replicas=4), made("weighed", connect(n)), [12, 7, 1]) for n in (1, 3)
-    ]
-    training_cases.all_same(*map(keras.tree.flatten, seen))
+    found = lambda n: calls("weighed", ours(connect(n), virtual_replicas=4), made("weighed", connect(n)), [12, 1])
+    training_cases.all_same(keras.tree.flatten(found(1)), keras.tree.flatten(found(3)))

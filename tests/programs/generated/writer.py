@@ -276,10 +276,7 @@ class _Writer:
                 again = self.compiled if self.chance(0.5) else self.compiling()
                 return [f"{layer}.trainable = not {layer}.trainable", again]
             case "save" if not any("Chain(" in line or "Lambda(" in line for line in model):
-                return [
-                    "model.save(folder / 'model.keras')",
-                    "model = keras.models.load_model(folder / 'model.keras')",
-                ]
+                return ["model.save(folder / 'model.keras')", "model = keras.models.load_model(folder / 'model.keras')"]
             case "weights":
                 return ["model.save_weights(folder / 'a.weights.h5')"]
             case "rate":
