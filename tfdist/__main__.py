@@ -18,13 +18,13 @@ COMMANDS = {
     "train": "trains an experiment",
     "launch": "starts the workers of a run on one machine or several",
     "doctor": "says what this machine has and what is wrong with it",
-    "compare": "trains under several strategies and compares weights and speed",
+    "compare": "compares strategies by weights and speed",
     "sweep": "searches values of some fields with Optuna",
     "evaluate": "measures a trained model",
     "predict": "writes predictions as CSV or JSON lines",
     "export": "writes a SavedModel, ONNX or LiteRT",
     "horovod_build": "builds Horovod for the installed TensorFlow",
-    "topology": "installs what compiles for TPUs and GPUs that are not here",
+    "topology": "installs ahead-of-time compilers for TPUs and GPUs",
 }
 """What each command does, as in docs/commands.md."""
 
@@ -34,7 +34,7 @@ def listing() -> str:
     width = max(map(len, COMMANDS))
     return "\n".join(
         [
-            f"tfdist {tfdist.__version__} trains Keras 3 models: the strategy changes how fast, and nothing else.",
+            f"tfdist {tfdist.__version__} trains Keras 3 models; strategies only change how fast.",
             "",
             "Commands:",
             *(f"  tfdist {name:{width}}  {what}" for name, what in COMMANDS.items()),

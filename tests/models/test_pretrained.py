@@ -230,7 +230,12 @@ def test_data_of_another_form():
     )
     for x_, y, classes, message in (
         (x, numbers, None, r"model.name='mine' has outputs of shape \[7\], and the targets \[\]: make them alike"),
-        ({"a": x, "b": x}, numbers, 5, "model.name='mine' takes 1 arrays as input, the data has 2: give it as many"),
+        (
+            {"a": x, "b": x},
+            numbers,
+            5,
+            r"takes the inputs .*, and the data has {'a': \[n, .*\], 'b': \[n, .*\]}: give it",
+        ),
     ):
         with refused(message):
             models.compiled(model, keras.optimizers.SGD(), experiment, loaded(x_, y, classes))

@@ -53,9 +53,9 @@ def checked_keywords(**former_names: str) -> Callable[[Callable[P, R]], Callable
 
 
 def _of_user(trace: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback without the frames of tfdist, Keras and TensorFlow."""
+    """Returns a traceback without the frames of tfdist, Keras, which calls it in optree, and TensorFlow."""
     if trace is None:
         return None
     below, module = _of_user(trace.tb_next), str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
-    own = module in ("tfdist", "keras", "tensorflow")
+    own = module in ("tfdist", "keras", "optree", "tensorflow")
     return below if own else TracebackType(below, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)

@@ -71,10 +71,12 @@ def compiled(
 ) -> Loaded:
     """Compiles the model, unless it brought its own loss, and returns the data with targets in the form for that."""
     train, name, columns = experiment.train, experiment.model.name, data.train.columns
-    wanted = len(keras.tree.flatten(getattr(model, "inputs", None) or []))
-    given = wanted if columns is None else len(keras.tree.flatten(columns[0]))
-    if wanted and wanted != given:
-        raise UserError(f"model.name={name!r} takes {wanted} arrays as input, the data has {given}", "give it as many")
+    inputs = {tensor.name: tensor for tensor in keras.tree.flatten(getattr(model, "inputs", None) or [])}
+    given = inputs if columns is None else columns[0]
+    if inputs and len(inputs) != len(keras.tree.flatten(given)):
+        said = [str(keras.tree.map_structure(lambda a: ["n", *a.shape[1:]], each)) for each in (inputs, given)]
+        what = f"model.name={name!r} takes the inputs {said[0]}, and the data has {said[1]}".replace("'n'", "n")
+        raise UserError(what, "give it as many")
     if model.compiled:
         for field, value in (("train.loss", train.loss), ("train.metrics", train.metrics)):
             if value:

@@ -26,6 +26,7 @@ def is_asked(argv: list[str]) -> bool:
 def page(names: Iterable[str], asked_for: definition.Experiment | None) -> str:
     """Returns the help of the running command: its flags of these names, and the fields of an experiment, if any."""
     width = max(40, min(shutil.get_terminal_size().columns, 80))
+    fill = functools.partial(textwrap.fill, width=width, break_on_hyphens=False)
 
     def described(names: list[str]) -> str:
         lines = []
@@ -33,15 +34,14 @@ def page(names: Iterable[str], asked_for: definition.Experiment | None) -> str:
             text = f"--{'[no]' * flag.boolean}{flag.name}: {flag.help}"
             if not (flag.default in (None, "", False) or flag.name == "config"):
                 text += f" (default {str(flag.default_as_str).strip(chr(39))})"
-            lines.append(
-                textwrap.fill(text, width, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
-            )
+            lines.append(fill(text, initial_indent="  ", subsequent_indent="      "))
         return "\n".join(lines)
 
     defined = [name for name in dict.fromkeys(names) if name in flags.FLAGS]
     first = [name for name in FIRST if name in defined]
     rest = sorted(set(defined) - set(first))
-    parts = [str(sys.modules["__main__"].__doc__ or "").strip()]
+    about = str(sys.modules["__main__"].__doc__ or "").strip().split("\n\n")
+    parts = [text if text.startswith(" ") else fill(text) for text in about]  # indented ones are commands
     takes_config = "config" in defined
     if takes_config and len(first) > 3:
         parts += ["What most people need:", described(first), "More flags:", described(rest)]
@@ -51,13 +51,11 @@ def page(names: Iterable[str], asked_for: definition.Experiment | None) -> str:
         lines, indent = [], " " * 6
         for field in fields(asked_for):
             lines.append(f"  --{field.name}: {field.kind}, {field.value}")
-            lines += textwrap.wrap(
-                field.meaning.replace("`", ""), width, initial_indent=indent, subsequent_indent=indent
-            )
+            lines.append(fill(field.meaning.replace("`", ""), initial_indent=indent, subsequent_indent=indent))
         parts += ["Fields of this experiment:", "\n".join(lines)]
     elif takes_config:
         hint = "--config.train.epochs=3 and the like set fields of the experiment: --config=NAME --help lists them with"
-        parts.append(textwrap.fill(f"{hint} their values.", width))
+        parts.append(fill(f"{hint} their values."))
     return "\n\n".join(parts)
 
 
