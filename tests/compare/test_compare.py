@@ -90,7 +90,6 @@ def compared(tmp_path_factory, tfds_dir):
     return Compared(done.returncode, done.stdout, done.stderr, folder / "runs" / "compare-digits")
 
 
-@pytest.mark.whole
 def test_a_sum_that_is_not_taken_is_found_and_its_variable_named(compared):
     assert compared.code == 1, compared.out + compared.err
     row = compared.row("mirrored 2")

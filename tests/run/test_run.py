@@ -109,10 +109,10 @@ def test_sets_of_text_have_one_order_in_all_processes(tmp_path):
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     environ["PYTHONPATH"] = str(REPOSITORY)
     said = []
-    for command in (["-m", "tfdist", "run"], ["-m", "tfdist.run"], ["-u", "-m", "tfdist.run", "--show=all"]):
+    for command in (["-m", "tfdist", "run"], ["-u", "-m", "tfdist.run", "--show=all"]):
         command = [sys.executable, *command, "words.py", "--flag", "a b"]
         said.append(subprocess.run(command, cwd=tmp_path, env=environ, text=True, capture_output=True).stdout)
-    assert said[0] == said[1] == said[2] and said[0].endswith("['words.py', '--flag', 'a b']\n")
+    assert said[0] == said[1] and said[0].endswith("['words.py', '--flag', 'a b']\n")
 
 
 def test_a_script_runs_as_by_python(script, tmp_path):

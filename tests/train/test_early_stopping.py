@@ -33,10 +33,8 @@ def model(distribution, average=False):
         return training_cases.compiled(training_cases.dense(), optimizer)
 
 
-DATA, VALIDATION = (
-    training_cases.images(72),
-    (training_cases.images(109)[0][72:], training_cases.images(109)[1][:37]),
-)  # labels by chance
+DATA = training_cases.images(72)
+VALIDATION = training_cases.images(109)[0][72:], training_cases.images(109)[1][:37]  # labels by chance
 
 
 def train(distribution, stopping, made=None, **options):
@@ -54,6 +52,7 @@ def train(distribution, stopping, made=None, **options):
 def test_it_ends_where_keras_ends(monitor, direction, replicas, connect):
     ours, history = train(connect(replicas), stopping := Patience(monitor, 2))
     theirs = model(connect(1))
+    theirs.run_eagerly = True
     name = monitor.split()[-1]
     early = keras.callbacks.EarlyStopping(name, patience=2, mode=direction, restore_best_weights=True)
     options = dict(batch_size=24, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=[early])

@@ -98,7 +98,8 @@ def test_what_a_callback_measures_within_fit_counts_as_in_keras(connect, kind, r
         with scope:
             inputs = keras.Input((4,))
             model = kind(inputs, keras.layers.Dense(3, "softmax")(inputs))
-            model.compile(keras.optimizers.SGD(0.3), "sparse_categorical_crossentropy", metrics=["accuracy"])
+            options = dict(metrics=["accuracy"], run_eagerly=by is keras.Model)
+            model.compile(keras.optimizers.SGD(0.3), "sparse_categorical_crossentropy", **options)
         callback = Measures(by, (x[50:], y[50:]))
         by.fit(model, x[:50], y[:50], batch_size=8, epochs=4, shuffle=False, verbose=0, callbacks=[callback])
         return [np.concatenate(callback.seen), np.concatenate([w.ravel() for w in model.get_weights()])]

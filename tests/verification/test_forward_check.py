@@ -316,10 +316,8 @@ def test_outputs_with_other_rows_are_those_of_keras_or_refused(connect, rows, re
     with connect(replicas).scope():
         x = keras.Input((6,))
         model = keras.Model(x, keras.layers.Lambda(ROWS[rows])(keras.layers.Dense(4)(x)))
-    options, data = (
-        dict(batch_size=8, verbose=0),
-        np.random.default_rng(0).normal(size=(40 if rows.startswith("one") else 36, 6)),
-    )
+    options = dict(batch_size=8, verbose=0)
+    data = np.random.default_rng(0).normal(size=(40 if rows.startswith("one") else 36, 6))
     if replicas > 1:
         with pytest.raises(tfdist.UserError, match=r"^1 and 2 replicas disagree on this model in a prediction"):
             tfdist.predict(model, data, distribution=connect(replicas), **options)

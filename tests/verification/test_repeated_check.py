@@ -64,6 +64,7 @@ FORMS = {
 
 
 LIKE_OTHERS = "endless data set", "of unknown length"
+IN_AN_EVALUATION = r"^found after \d+ batches: .* in an evaluation: loss 'ignoring' differs"
 
 
 def compiled(connect, *layers, loss=ignoring, replicas=2):
@@ -88,9 +89,7 @@ def test_rows_of_later_batches(connect, form):
 
 def test_rows_of_the_validation(connect):
     model = compiled(connect)
-    with pytest.raises(
-        tfdist.UserError, match=r"^found after \d+ batches: .* in an evaluation: loss 'ignoring' differs"
-    ):
+    with pytest.raises(tfdist.UserError, match=IN_AN_EVALUATION):
         validation = FORMS["data set"](*data(late=True))
         tfdist.fit(model, *data(late=False), BATCH, validation_data=validation, distribution=connect(2), verbose=0)
 
@@ -98,9 +97,7 @@ def test_rows_of_the_validation(connect):
 def test_rows_of_an_evaluation_of_other_data(connect):
     model = compiled(connect)
     tfdist.evaluate(model, *data(late=False), BATCH, distribution=connect(2), verbose=0)
-    with pytest.raises(
-        tfdist.UserError, match=r"^found after \d+ batches: .* in an evaluation: loss 'ignoring' differs"
-    ):
+    with pytest.raises(tfdist.UserError, match=IN_AN_EVALUATION):
         tfdist.evaluate(model, *data(late=True), BATCH, distribution=connect(2), verbose=0)
 
 
