@@ -108,6 +108,7 @@ def test_a_lone_worker_looks_at_nothing():
     assert feed.digest(1) == []
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("loss", ["mse", lambda y, x: keras.ops.mean(keras.ops.square(y - x))])
 def test_a_batch_without_rows_is_an_update_without_a_gradient(connect, replicas, loss):

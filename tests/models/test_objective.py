@@ -100,6 +100,7 @@ def test_a_model_is_trained_and_measured_as_by_keras(train, loss, metrics, rows,
     history = tfdist.fit(model, data.train, distribution=distribution, batch_size=8, epochs=2, shuffle=False, verbose=0)
     plain = model_of()
     plain.compile(keras.optimizers.SGD(0.1), loss, **{"metrics" if weights is None else "weighted_metrics": metrics()})
+    plain.run_eagerly = True
     options = dict(batch_size=8, epochs=2, shuffle=False, verbose=0, sample_weight=weights)
     theirs = plain.fit(X, one_hot(Y) if rows else Y, **options)
     assert history.history.keys() == theirs.history.keys()

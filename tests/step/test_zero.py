@@ -17,7 +17,7 @@ from tfdist.trainer import on_batch
 WORLDS = {
     "shared memory": ("multi_worker", [*zero_cases.OPTIMIZERS], {}),
     "ring": ("multi_worker", ["Adam"], {"communication": "ring"}),
-    "horovod": ("horovod", [*zero_cases.OPTIMIZERS], {}),
+    "horovod": ("horovod", ["AdamW, clipped, averaged"], {}),
 }
 
 
@@ -54,10 +54,11 @@ def kinds():
 
 
 KINDS = dict(kinds())
+TWINS = {"AdamW", "Ftrl", "Lion"}  # which `make test` has wrapped or configured
 REFUSED = {"Adafactor", "Lamb", "Muon", "MultiOptimizer", "ScheduleFreeAdamW"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.whole] * (k in TWINS)) for k in KINDS])
 def test_every_optimizer_of_keras_has_the_same_bits_or_is_refused(connect, kind):
     make, distribution = KINDS[kind], connect(2)
     if kind == "LossScaleOptimizer":
