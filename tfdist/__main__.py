@@ -40,8 +40,7 @@ def listing() -> str:
             *(f"  tfdist {name:{width}}  {what}" for name, what in COMMANDS.items()),
             "",
             "tfdist train, with nothing behind it, trains a small CNN on handwritten digits.",
-            "python -m tfdist.train is the same as tfdist train, and so for each command.",
-            "Each command lists its flags with --help.",
+            "Each command lists its flags with --help; python -m tfdist.train works as well.",
         ]
     )
 

@@ -275,6 +275,22 @@ def test_what_a_rollback_has_undone_is_not_drawn(tmp_path):
     assert drawn["x"] == [10, 20, 30, 50]
 
 
+def test_the_first_calls_are_no_share_of_the_time_and_smoothing_is_named(tmp_path):
+    rows = [(None, 0.0), (10.0, 0.9), (20.0, 0.1)]
+    timeline = [
+        {"updates": i, "seconds": i, "loss": 1.0, "examples_per_second": r, "python": p}
+        for i, (r, p) in enumerate(rows)
+    ]
+    put(tmp_path, "timeline.jsonl", timeline)
+    put(tmp_path, "experiment.json", {"train": {"label_smoothing": 0.1}})
+    page = render(tmp_path)
+    drawn = [
+        line for found in re.findall(r"data-lines=\"([^\"]*)\"", page) for line in json.loads(html.unescape(found))
+    ]
+    assert [line["y"] for line in drawn if line["n"] == "Python"] == [[None, None, 10.0]]
+    assert "label smoothing 0.1" in page
+
+
 def test_many_gpus_are_summed_up(tmp_path):
     gpus = [{"number": g, "load": g / 10, "memory_used": 1024, "memory_total": 2048} for g in range(8)]
     put(tmp_path, "timeline.jsonl", [{"updates": u, "seconds": u, "gpus": gpus} for u in (1, 2)])

@@ -10,7 +10,7 @@ from typing import Any
 
 from tfdist.config import schedule
 from tfdist.errors import UserError
-from tfdist.monitoring.report import line_chart, page, run_files
+from tfdist.monitoring.report import curves, line_chart, page, run_files
 from tfdist.monitoring.report.html import Html, join, table, tag
 
 CURVES = 6  # runs whose curves are drawn at most; a page has so many colours
@@ -133,14 +133,14 @@ def render_page(title: str, path: pathlib.Path, rows: Sequence[SweepRow], aim: s
 
 
 def _curves(rows: Sequence[SweepRow], aim: schedule.Aim | None) -> Html:
-    """Draws loss and metric of the best runs over updates."""
+    """Draws loss and metric of the best runs over examples, of which updates of other batch sizes see other numbers."""
     charts = []
     records = [run_files.read(pathlib.Path(row.folder)) for row in rows]
     for name in dict.fromkeys([f"val_{aim.metric}", "loss"]) if aim else ():
         lines = []
         for colour, (row, record) in enumerate(zip(rows, records), 1):
-            at = [(run_files.number(e.get("updates")), run_files.number(e.get(name))) for e in record.epochs]
-            points = [(x, y) for x, y in at if x is not None]
-            lines.append(line_chart.Line(row.name, [x for x, _ in points], [y for _, y in points], colour))
-        charts.append(line_chart.plot(name, lines, text=line_chart.value))
+            updates, seen = (run_files.number(record.result.get(key)) for key in ("updates", "examples_seen"))
+            if updates and seen:
+                lines.append(curves.curve(row.name, record.epochs, name, colour, over=updates / seen))
+        charts.append(line_chart.plot(name, lines, "examples seen", text=line_chart.value))
     return tag("div", *charts, class_="charts") if any(charts) else Html("")

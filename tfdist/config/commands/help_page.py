@@ -54,8 +54,7 @@ def page(names: Iterable[str], asked_for: definition.Experiment | None) -> str:
             lines.append(fill(field.meaning.replace("`", ""), initial_indent=indent, subsequent_indent=indent))
         parts += ["Fields of this experiment:", "\n".join(lines)]
     elif takes_config:
-        hint = "--config.train.epochs=3 and the like set fields of the experiment: --config=NAME --help lists them with"
-        parts.append(fill(f"{hint} their values."))
+        parts.append(fill("--config.train.epochs=3 and the like set fields: --config=NAME --help lists them all."))
     return "\n\n".join(parts)
 
 

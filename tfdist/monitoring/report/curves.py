@@ -18,15 +18,18 @@ def learning(record: Record) -> Html:
     if not epochs:
         names = {"loss"} if samples else set()
     marks = [mark for mark in _marks(record, "updates") if mark.kind != "checkpoint"]
+    smoothing = number(mapping(record.experiment.get("train")).get("label_smoothing"))
+    smoothed = f"label smoothing {smoothing:g}" if smoothing else ""  # why it stays above 0
     charts = []
     for name in sorted(names, key=lambda name: (name != "loss", name)):
-        within = _line("within epochs", samples, name)._replace(faint=True)
-        training, validation = _line("training", epochs, name), _line("validation", epochs, f"val_{name}", color=2)
+        within = curve("within epochs", samples, name)._replace(faint=True)
+        training, validation = curve("training", epochs, name), curve("validation", epochs, f"val_{name}", color=2)
         lines = [training, validation, within] if training.known else [within, training, validation]
-        charts.append(plot(title(name), lines, marks=marks, note=_not_finite(epochs, name), text=value))
-    rate = _line("rate", samples or epochs, "learning_rate")
+        unit, note = smoothed * (name == "loss"), _not_finite(epochs, name)
+        charts.append(plot(title(name), lines, unit=unit, marks=marks, note=note, text=value))
+    rate = curve("rate", samples or epochs, "learning_rate")
     charts.append(plot("Learning rate", [rate], from_zero=True, marks=marks))
-    charts.append(plot("Gradient norm", [_line("norm", samples or epochs, "gradient_norm")], marks=marks))
+    charts.append(plot("Gradient norm", [curve("norm", samples or epochs, "gradient_norm")], marks=marks))
     nothing = tag("p", "Nothing was recorded.", class_="note")
     return join(tag("div", *charts, class_="charts") if any(charts) else nothing, _table(epochs))
 
@@ -40,11 +43,12 @@ def speed(record: Record) -> Html:
     last = max(number(line["seconds"]) or 0 for line in lines)
     _, unit, across = next(row for row in _TIMES if last >= row[0])
     marks = _marks(record, "seconds", unit)
-    over_time = lambda name, key, scale=1.0: [_line(name, lines, key, x="seconds", over=unit, scale=scale)]
+    over_time = lambda name, key, scale=1.0: [curve(name, lines, key, x="seconds", over=unit, scale=scale)]
     charts = [plot("Throughput", over_time("rate", "examples_per_second"), across, "examples/s", True, marks=marks)]
-    # A sample without a rate saw nothing but compilation.
-    steady = [s if number(s.get("examples_per_second")) else s | dict.fromkeys(SHARES) for s in samples]
-    shares = [_line(WORDS[key], steady, key, i + 2, x="seconds", over=unit, scale=0.01) for i, key in enumerate(SHARES)]
+    # A sample without a rate saw nothing but compilation, and the first with one what follows it in Python.
+    rated = {i for i, s in enumerate(samples) if number(s.get("examples_per_second"))}
+    steady = [s if i in rated and i > min(rated) else s | dict.fromkeys(SHARES) for i, s in enumerate(samples)]
+    shares = [curve(WORDS[key], steady, key, i + 2, x="seconds", over=unit, scale=0.01) for i, key in enumerate(SHARES)]
     charts.append(plot("Time not spent computing", shares, across, "%", True))
     cores = number(record.environment.get("cpus"))
     charts.append(plot("CPU", over_time("busy", "cpu"), across, f"cores of {cores:.0f}" if cores else "cores", True))
@@ -77,7 +81,7 @@ def _marks(record: Record, x: str, over: float = 1.0) -> list[Mark]:
     return [Mark(at / over, str(m["mark"])) for m in record.marks if (at := number(m.get(x))) is not None]
 
 
-def _line(
+def curve(
     name: str, lines: list[dict], key: str, color: int = 1, x: str = "updates", over: float = 1.0, scale: float = 1.0
 ) -> Line:
     lines = [line for line in lines if key in line]
@@ -122,8 +126,7 @@ def _table(epochs: list[dict]) -> Html:
     every = -(-len(epochs) // ROWS)
     shown = [line for i, line in enumerate(epochs) if i % every == 0 or i == len(epochs) - 1]
     counts, losses = ("epoch", "updates"), ("loss", "val_loss")
-    names = [n for n in dict.fromkeys(n for line in shown for n in line) if n != "time"]
-    names = [n for n in names if any(number(line.get(n)) is not None for line in shown)]
+    names = [*dict.fromkeys(n for line in shown for n in line if number(line[n]) is not None)]
     names.sort(key=lambda n: (n not in counts, n in NO_METRICS, n.startswith("val_"), n not in losses))
 
     def text(line: dict, name: str) -> str:
