@@ -8,14 +8,8 @@ returns an `Experiment`. Slots make a misspelt field an error while flags are pa
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Mapping
-from typing import Any, TypeVar
-
-from tfdist.config.messages import logger
-from tfdist.errors import UserError
-
-T = TypeVar("T")
+from typing import Any
 
 MODELS = (
     "cnn", "mlp", "conv_bn", "alexnet", "resnet_cifar", "vit", "gpt", "table_mlp",
@@ -59,14 +53,6 @@ CHOICES = {
 """Values of the fields that take one of a few."""
 FILES = ("csv", "hf", "image_folder", "numpy", "parquet", "text", "tfrecord", "webdataset")
 """Prefixes of `data.name` for files, as in `image_folder:/path`."""
-
-
-def _changed(default: T, former: T) -> T:
-    """Returns a default that 0.1 had otherwise, as a value which tells that nobody has written it; for one release."""
-    kind = type(default)
-    attributes = {"former": former, "__reduce__": lambda self: (_changed, (default, former))}
-    value: T = type(kind.__name__, (kind,), attributes)(default)
-    return value
 
 
 # A field that is not written changes nothing of what Keras' compile and fit do.
@@ -125,16 +111,16 @@ class Optimizer:
 
     name: str = "sgd"
     """A Keras optimizer in lower case, or `package.module:function`, called as `function(learning_rate)`."""
-    learning_rate: float = _changed(0.0, 0.05)
+    learning_rate: float = 0.0
     """The peak of the learning rate, after the warm-up; 0 for the optimizer's own default."""
-    schedule: str = _changed("constant", "cosine")
+    schedule: str = "constant"
     """What follows the warm-up: `constant`, `cosine`, `linear`, `step` or `exponential`."""
     schedule_options: str = ""
     """`end=0.01` of cosine, linear and exponential: share of the peak that is left at the end (0, 0, 0.01).
     `boundaries=30% 60% 80%, factor=0.1` of step. `factor=0.94, every=2 epochs` of exponential instead of `end`."""
-    warmup: str = _changed("0 steps", "2 epochs")
+    warmup: str = "0 steps"
     """Linear warm-up from zero: a duration (`5%`, `100 steps`, `1 epoch`, `5000 examples`)."""
-    weight_decay: float = _changed(0.0, 0.02)
+    weight_decay: float = 0.0
     """Decoupled weight decay, times the rate; 0 for the optimizer's own: 0.004 of adamw and muon, else none."""
     decay_exclude: str = ""
     """Patterns for layers and variables without weight decay, such as `bias, gamma, beta, embedding*`."""
@@ -152,7 +138,7 @@ class Optimizer:
     """Global batch for which learning_rate was chosen; needed to scale it."""
     ema_momentum: float = 0.0
     """Evaluates, and ends the run with, an exponential moving average of the weights; 0 for none."""
-    options: str = _changed("", "momentum=0.9, nesterov=True")
+    options: str = ""
     """More keyword arguments of the optimizer, such as `momentum=0.9, nesterov=True`."""
 
 
@@ -160,11 +146,11 @@ class Optimizer:
 class Train:
     """How long and in which portions to train."""
 
-    epochs: int = _changed(1, 30)
+    epochs: int = 1
     """Passes over the data; 0 to count in `steps`."""
     steps: int = 0
     """Updates; 0 to count in `epochs`."""
-    batch_size: int = _changed(32, 48)
+    batch_size: int = 32
     """Global batch: examples per update, over all replicas and micro-batches."""
     accumulate: int = 1
     """Micro-batches per update and replica: less memory, same result."""
@@ -184,7 +170,7 @@ class Train:
     callbacks: str = ""
     """More callbacks: of Keras, such as `EarlyStopping(patience=3)`, or `package.module:function`, called as
     `function()` for one or a list."""
-    label_smoothing: float = _changed(0.0, 0.1)
+    label_smoothing: float = 0.0
     """Share of each target spread over all classes."""
     class_weight: str = ""
     """`balanced`, or weights by class number or name, such as `0=3.0, 2=0.2`; other classes weigh 1."""
@@ -229,7 +215,7 @@ class Checkpoint:
 class Experiment:
     """All that decides about the numbers of a run; where it runs is in `runtime_options`."""
 
-    name: str = _changed("experiment", "digits")
+    name: str = "experiment"
     """What the run is called, and its folder in `runs/`."""
     seed: int = 0
     """Decides the first weights, the order of the examples, and what is random in layers and augmentation."""
@@ -242,67 +228,13 @@ class Experiment:
 
 
 FORMER_NAMES = {"shards": "virtual_replicas", "broken": "on_error"}
-"""Deprecated names of fields by which 0.1 knew them, accepted for one release; their groups do not matter."""
+"""Names by which run folders of 0.1 know fields; their groups do not matter."""
 
 
 def current_name(name: str) -> str:
-    """Returns the present name of a field such as `config.train.shards`, which earlier versions may have recorded."""
+    """Returns the present name of a field such as `config.train.shards`, which 0.1 has recorded."""
     group, dot, field = name.rpartition(".")
     return f"{group}{dot}{FORMER_NAMES.get(field, field)}"
-
-
-def renamed(name: str, value: T, former_name: str, former: T | None, default: T | None = None) -> T:
-    """Returns the value of an option that may have its deprecated name, `former`; its default is not given."""
-    if former is None:
-        return value
-    if value != (default or type(value)()) and value != former:
-        raise UserError(
-            f"{former_name}={former!r} and {name}={value!r} differ, and {former_name} is the deprecated name of {name}",
-            f"give {name} alone",
-        )
-    logger.info(f"WARNING: {former_name} is deprecated and will be removed in the next release: use {name}")
-    return former
-
-
-def _accept_former_name(owner: type, group: str, former: str) -> None:
-    """Accepts a field under its deprecated name, too: in the constructor, and to read and set."""
-    name = FORMER_NAMES[former]
-    default = {field.name: field.default for field in dataclasses.fields(owner)}[name]
-    of_dataclass: Any = vars(owner)["__init__"]
-
-    @functools.wraps(of_dataclass)
-    def init(self, *args, **options):
-        if former in options:
-            value = options.get(name, default)
-            options[name] = renamed(f"{group}.{name}", value, f"{group}.{former}", options.pop(former), default)
-        of_dataclass(self, *args, **options)
-
-    def assign(self, value):
-        setattr(self, name, renamed(f"{group}.{name}", default, f"{group}.{former}", value, default))
-
-    attributes = {"__init__": init, former: property(operator.attrgetter(name), assign)}
-    for attribute, value in attributes.items():
-        setattr(owner, attribute, value)
-
-
-_accept_former_name(Train, "train", "shards")
-_accept_former_name(Data, "data", "broken")
-
-
-def take_changed_defaults(experiment: Experiment) -> list[str]:
-    """Returns the fields left to defaults that have changed since 0.1, and makes plain values of theirs.
-
-    There are none where 0.1 had refused the experiment: its default options of the optimizer were those of SGD.
-    """
-    told = []
-    ran = experiment.optimizer.name == "sgd" or not hasattr(experiment.optimizer.options, "former")
-    for prefix, owner in (("", experiment), ("optimizer.", experiment.optimizer), ("train.", experiment.train)):
-        for field in dataclasses.fields(owner):
-            value: Any = getattr(owner, field.name)
-            if hasattr(value, "former"):
-                told.append(f"{prefix}{field.name} is {value!r} (was {value.former!r})")
-                setattr(owner, field.name, type(value).__mro__[1](value))
-    return told if ran else []
 
 
 def set_fields(experiment: Experiment, values: Mapping[str, Any]) -> None:

@@ -118,10 +118,7 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
         command: tuple[str, ...] = (sys.executable, *rest)
         facts["the command"] = shlex.join(rest)
     else:
-        from tfdist.config.commands import command_line
-
         rest = list(rest)
-        command_line.replace_former_names(rest)  # so that no worker warns of them again
         command = (sys.executable, "-m", "tfdist.train", *rest)
         train = _train_flags(rest)
         where, workdir = train.where, train.workdir

@@ -65,7 +65,7 @@ def parse(text: str) -> dict[str, list[Any] | Range]:
     fields: dict[str, list[Any] | Range] = {}
     for part in filter(None, (part.strip() for part in field_syntax.divided("--over", text, ";"))):
         name, equals, values = (text.strip() for text in part.partition("="))
-        name = config.current_name(name.removeprefix("config."))
+        name = name.removeprefix("config.")
         if not equals:
             raise UserError(f"--over={text!r} is not understood at {part!r}: {_FORM}")
         if name in fields:

@@ -16,7 +16,6 @@ from absl import flags
 from tfdist import config
 from tfdist.config import runtime_options, schedule, validation
 from tfdist.config.commands import command_line, config_files, standard_streams
-from tfdist.config.messages import logger
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,10 +37,6 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
 
     _check(experiment, environment)
     placement = ahead_of_time.locate(environment)
-    changed = config.take_changed_defaults(experiment)
-    if changed and placement.cluster.is_chief:
-        fix = "set what should stay as it was"
-        logger.info(f"WARNING: defaults have changed of fields that are not set: {', '.join(changed)}: {fix}")
     train = experiment.train
     if train.virtual_replicas and placement.options.threads is None and not placement.selection.gpus:
         # The number of threads changes the last bits, and TensorFlow's default is the number of cores.

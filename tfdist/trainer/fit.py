@@ -27,9 +27,7 @@ from tfdist.trainer.plan import FitOptions, plan_training
 from tfdist.verification import equivalence_check
 
 
-@checked_keywords(
-    dataset="x", shards="virtual_replicas", measure_average="evaluate_ema", learning_rates="lr_multipliers"
-)
+@checked_keywords(dataset="x")
 def fit(
     model: keras.Model,
     x: Data = None,

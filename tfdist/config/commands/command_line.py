@@ -49,24 +49,14 @@ def _config_arguments(argv: Sequence[str]) -> Iterator[_ConfigArgument]:
             yield _ConfigArgument(i, name.lstrip("-"), argv[i + 1] if separate else value, separate)
 
 
-def replace_former_names(argv: list[str]) -> None:
-    """Replaces deprecated names of fields in a command line, in place, since config_flags reads sys.argv besides."""
-    arguments = list(_config_arguments(argv))
-    for one in arguments:
-        if (name := config.current_name(one.name)) != one.name:
-            others = [other.value for other in arguments if other.name == name and other.value != one.value]
-            config.renamed(f"--{name}", others[0] if others else "", f"--{one.name}", one.value)
-            argv[one.place] = f"--{name}" if one.separate else f"--{name}={one.value}"
-
-
 def field(name: str) -> Any:
     """Returns the default of a field such as `config.train.epochs`, or a group of them."""
     owner: Any = config.Experiment()
-    config.take_changed_defaults(owner)
     for part in name.split(".")[1:]:
         known = tuple(f.name for f in dataclasses.fields(owner)) if dataclasses.is_dataclass(owner) else ()
         if part not in known:
-            raise UserError(f"unknown config field --{name}{field_syntax.suggest(part, known) if known else ''}")
+            suggested = field_syntax.suggest(config.current_name(part), known) if known else ""
+            raise UserError(f"unknown config field --{name}{suggested}")
         owner = getattr(owner, part)
     return owner
 
@@ -79,7 +69,6 @@ def parse(argv: list[str], own: Sequence[str] = OF_THE_ENVIRONMENT) -> list[str]
         argv = sys.argv = [argv[0], *itertools.chain(*kept)]
     # A missing file or a misspelt field would be reported by absl and config_flags with a traceback.
     config_files.fill_in(argv)
-    replace_former_names(argv)
     path = DEFAULT_CONFIG
     for one in _config_arguments(argv):
         if one.name == "config":

@@ -70,7 +70,7 @@ def facts(loaded: Loaded) -> dict[str, object]:
     }
 
 
-@checked_keywords(broken="on_error")
+@checked_keywords()
 def load_data(
     name: str,
     *,
