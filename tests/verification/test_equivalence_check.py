@@ -334,7 +334,7 @@ class KeepsLastRows(L.Layer):
 
 def test_a_state_that_depends_on_the_order_of_rows_is_refused(connect):
     """It was taken for random numbers, and trained another model."""
-    with pytest.raises(tfdist.UserError, match=r"the variable '.*' differs by .* come in the opposite order"):
+    with pytest.raises(tfdist.UserError, match=r"the variable '.*' differs by .* after an update"):
         trained(connect, KeepsLastRows)
 
 

@@ -179,7 +179,7 @@ OF_BOTH = [
     whole(Ranks, {}, r"since layer 'ranks.*' looks at the other rows"),
     whole(CentersUnlessItTrains, {}, r"since layer 'centers_unless_it_trains.*' looks at the other rows"),
     whole(lambda: L.Softmax(axis=0), {}, r"since layer 'softmax.*' looks at the other rows"),
-    (AddsUp, {}, r"if the rows of a batch come in the opposite order: make it depend on each row alone"),
+    (AddsUp, {}, r"since layer 'adds_up.*' looks at the other rows of a batch"),
 ]
 OF_MEASURES = [
     *OF_BOTH,

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import ops
 
 import tfdist
+from tfdist.keras_bridge import row_mixing
 from tfdist.trainer import on_batch
 
 L = keras.layers
@@ -167,3 +168,81 @@ def test_a_check_that_is_repeated_changes_nothing_and_keeps_no_model(connect):
     del model, history
     gc.collect()
     assert gone() is None
+
+
+class Capacity(L.Layer):
+    """Experts of which each takes so many rows of a batch, more than a check takes before it."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = rows
+
+    def build(self, shape):
+        self.expert = self.add_weight((shape[-1], shape[-1]))
+
+    def call(self, x):
+        chosen = ops.one_hot(ops.cast(x[:, 0] > 0, "int32"), 2)
+        place = ops.sum(ops.cumsum(chosen, 0) * chosen, -1)
+        return x + ops.matmul(x, self.expert) * ops.cast(place <= self.rows, x.dtype)[:, None]
+
+
+LARGE = 256
+
+
+def large(rows=2 * LARGE):
+    x = np.random.RandomState(0).randn(rows, 3).astype("float32")
+    x[LARGE // 3 :: LARGE] *= 9
+    return x, x[:, :1] * 0.5
+
+
+@pytest.mark.parametrize("rows", [30, 80])
+@pytest.mark.parametrize("kind", ["fit", "evaluate", "predict"])
+def test_a_capacity_of_rows_of_a_batch(connect, kind, rows):
+    """30 rows show before the first batch, and were taken for rounding; 80 show on whole batches alone."""
+    model, (x, y) = compiled(connect, lambda: Capacity(rows), loss="mse"), large()
+    found = r"^(found after 1 (updates|batches): )?1 and 2 replicas disagree .*, since layer 'capacity.*' looks at the"
+    with pytest.raises(tfdist.UserError, match=found):
+        getattr(tfdist, kind)(
+            model, x, *([] if kind == "predict" else [y]), batch_size=LARGE, distribution=connect(2), verbose=0
+        )
+
+
+def limited(x):
+    mean, deviation = ops.mean(x, 0, keepdims=True), ops.std(x, 0, keepdims=True)
+    return ops.minimum(ops.maximum(x, mean - 3 * deviation), mean + 3 * deviation)
+
+
+def replaced(x):
+    mean, deviation = ops.mean(x, axis=0), ops.std(x, axis=0)
+    return ops.where(ops.abs(x - mean) > 3 * deviation, mean, x)
+
+
+@pytest.mark.parametrize("of_batch", [limited, replaced])
+def test_operations_of_keras_that_look_at_other_rows_for_rare_ones(connect, of_batch):
+    with connect(2).scope():
+        model = keras.Model(x := keras.Input((3,)), L.Dense(1)(of_batch(x)))
+        model.compile("sgd", "mse")
+    with pytest.raises(
+        tfdist.UserError, match=r"disagree on this model.*, since layer '(mean|std).*' looks at the other"
+    ):
+        tfdist.fit(model, *large(), LARGE, distribution=connect(2), verbose=0)
+
+
+x, i = keras.Input((4, 6)), keras.Input((4,), dtype="int32")
+ALONE = [
+    lambda: ops.mean(x, -1), lambda: ops.reshape(x, (-1, 24)), lambda: ops.matmul(x, ops.transpose(x, (0, 2, 1))),
+    lambda: ops.cumsum(x, 1), lambda: ops.top_k(x, 2)[0], lambda: ops.take(np.ones((9, 2)), i, axis=0), lambda: x[:, 0],
+    lambda: ops.where(x > 3, x, 0.0), lambda: ops.split(x, 2, axis=1)[0], lambda: L.Softmax(axis=-1)(x),
+    lambda: ops.reshape(x, (-1, 4, 3, 2)), lambda: ops.log(x), lambda: ops.one_hot(i, 5),
+]  # fmt: skip
+ACROSS = [
+    lambda: ops.max(x), lambda: ops.cumsum(x, 0), lambda: ops.sort(x, 0), lambda: ops.flip(x, 0), lambda: x[::-1, :],
+    lambda: ops.reshape(x, (-1, 6)), lambda: ops.reshape(x, (6, -1)), lambda: ops.einsum("nab,mab->nm", x, x),
+    lambda: ops.isin(x, x * 2), lambda: L.Softmax(axis=-3)(x), lambda: ops.any(i > 0, 0, keepdims=True),
+]  # fmt: skip
+
+
+def test_which_operations_take_each_row_by_itself():
+    mixes = lambda outputs: bool(row_mixing.operation(keras.Model([x, i], outputs())))
+    assert not [number for number, outputs in enumerate(ALONE) if mixes(outputs)]
+    assert not [number for number, outputs in enumerate(ACROSS) if not mixes(outputs)]

@@ -83,6 +83,12 @@ def flat_layers(layer: keras.Layer, include_self: bool = True, recursive: bool =
     return list(layer._flatten_layers(include_self, recursive))
 
 
+def nodes(model: keras.Layer) -> list:
+    """Returns the calls of layers and operations of which the graphs of layers in a model consist, each in order."""
+    depths = [graph._nodes_by_depth for graph in flat_layers(model) if isinstance(graph, keras.Function)]
+    return [n for nodes in depths for depth in sorted(nodes, reverse=True) for n in nodes[depth] if not n.is_input]
+
+
 def batch_norms(model: keras.Layer) -> list[keras.layers.BatchNormalization]:
     """Returns the BatchNormalization layers of a model, those inside of others included."""
     return [layer for layer in flat_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]

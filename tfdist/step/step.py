@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.config.messages import logger
 from tfdist.data.batch_layout import Layout, unpack
 from tfdist.data.sources import Source
 from tfdist.data.spec import Structure
@@ -48,8 +49,8 @@ class Step:
         self.sample_rows: tuple[Structure, ...] | None = None  # a few rows of the data
         self.checked: dict[tuple, Any] = {}
         """By comparison and entries of rows: what has been passed of `equivalence_check`, and what repeats that."""
-        self.repeats: dict[str, tuple[int, int, int]] = {}
-        """By kind, of repeated checks: calls, batches computed in them, and how many of these when last checked."""
+        self.repeats: dict[str, tuple[int, int, int, int]] = {}
+        """By kind, of repeated checks: calls, batches in them, and how many when last checked, and with all rows."""
         self.more_rows = SAMPLE_ROWS  # of code of the user's own
         self._first: tuple[Structure, ...] = ()  # the first batch of a stream
         # Targets and outputs of a few rows, until losses and metrics have been classified by them.
@@ -112,6 +113,8 @@ class Step:
 
     def prepare_training(self) -> None:
         """Creates what only an update of the model's own creates: the variables of its optimizers."""
+        if not self.model.trainable_variables:  # Keras goes on there, too
+            logger.info("WARNING: the model has no trainable weights: no update changes it")
         if self.own_steps["train"] and self.sample_rows is not None:
             with self.distribution.peers.during("call"):
                 own_step.prepare(self.replica, self.sample_rows)
@@ -125,11 +128,9 @@ class Step:
         """Refuses losses and metrics that cannot be computed from the slices of a batch."""
         model, own, split_by = self.model, self.own_steps[kind], layout.split_by
         if own and (layout.accumulate > 1 or layout.virtual):
-            parts, option = "virtual replicas", f"virtual_replicas={layout.replicas}"
-            if layout.accumulate > 1:
-                parts, option = "micro-batches", split_by
+            parts = "micro-batches" if layout.accumulate > 1 else "virtual replicas"
             what = f"{type(model).__name__} has its own {own}, whose sums over {parts} tfdist cannot know"
-            raise UserError(what, f"leave out {option}")
+            raise UserError(what, f"leave out {split_by or f'virtual_replicas={layout.replicas}'}")
         if layout.replicas * layout.accumulate == 1:
             return
         padded = layout.static and not layout.even and layout.batch > layout.replicas * layout.accumulate
@@ -146,8 +147,8 @@ class Step:
             metrics.classify(model, y, y_pred)
         if own:
             for metric in metrics.whole_metrics(model):
-                what = f"metric {metric.name!r} does not add up over parts of a batch, and {own} of"
-                what = f"{what} {type(model).__name__} shows it those of the replicas"
+                whose = f"{own} of {type(model).__name__} shows it those of the replicas"
+                what = f"metric {metric.name!r} does not add up over parts of a batch, and {whose}"
                 raise UserError(what, "use --strategy=default, or leave the metric out")
             return
         self.replica.objective.check(split_by)

@@ -296,6 +296,9 @@ def _predict(
     step = step_calls.step_of(model, distribution, source, outputs_only=True, batch=layout.batch)
     replica_sync_check.check_weights(model, distribution, "before a prediction")
     equivalence_check.check_forward(step, "predict", source, check_agreement, virtual_replicas)
+    repeated = equivalence_check.RepeatedCheck(step, "predict", check_agreement, virtual_replicas)
+    if repeated.probes:
+        feed.keep()
     called = on_this_worker(callbacks, model, distribution, verbose, batches)
     stoppable = any_needs_every_batch(called, distribution, "predict")
     source.reader.begin()
@@ -312,6 +315,7 @@ def _predict(
             outputs, examples = step_calls.run(step, call, (part.feed, tf.constant(part.first)), feed)
         except EndOfData:
             break
+        repeated.after(1, lambda at=i: feed.whole_batch(at))  # type: ignore[misc]
         rows = int(examples)
         if layout.split_by or layout.static:  # which fill batches up; elsewhere an example may have several rows
             outputs = keras.tree.map_structure(lambda o, n=rows: o[:n], outputs)

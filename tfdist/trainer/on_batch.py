@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoints import training_state
-from tfdist.config.messages import logger
 from tfdist.data import arrays, python_batches, sources
 from tfdist.data.spec import Structure
 from tfdist.distributed import connect
@@ -192,8 +191,6 @@ class _OnBatch:
         zero.ready(model, distribution, 0)
         step_calls.trains(model)
         step.prepare_training()
-        if not model.trainable_variables:
-            logger.info("WARNING: the model has no trainable weights: no update changes it")
         training_state.separate_streams(model, distribution, apart=not options.virtual_replicas)
         with layer_state.unchanged(training_state.gathered_variables(model)):
             equivalence_check.check_training(step, source, options.check_agreement, options.virtual_replicas)

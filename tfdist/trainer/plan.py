@@ -14,7 +14,6 @@ from tfdist.checkpoints import training_state
 from tfdist.checkpoints.manager import Checkpoints
 from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
-from tfdist.config.messages import logger
 from tfdist.data import sources
 from tfdist.data.arrays import Arrays
 from tfdist.data.batch_layout import Layout
@@ -152,8 +151,6 @@ def plan_training(model: keras.Model, source: sources.Source, options: FitOption
     step.check_batches("train", layout, source.sizes(layout.batch))
     step_calls.trains(model)
     step.prepare_training()
-    if not model.trainable_variables:  # Keras goes on there, too
-        logger.info("WARNING: the model has no trainable weights: no update changes it")
     preconditions.reduce_dtype(options.reduce_dtype, distribution)
     preconditions.targets(model, step.output_shape, source)
     validation = None

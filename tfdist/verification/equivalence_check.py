@@ -26,7 +26,7 @@ from tfdist.data.protocol import Source
 from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, preconditions
+from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, preconditions, row_mixing
 from tfdist.step import step_calls
 from tfdist.step.step import Step
 from tfdist.verification import user_code
@@ -38,8 +38,8 @@ ROUNDING = 1e-5  # relative difference that is rounding in any model; deep ones 
 ROUNDING_OF_HALF_PRECISION = {"float16": 5e-3, "bfloat16": 5e-2}
 """The same for models that compute in these types: about ten times the distance of two neighboring numbers."""
 MOST_ROUNDING = 1e-3  # where rounding alone makes more than this, the comparison is inconclusive
-NO_ROUNDING = 0.05
-"""Relative change of a loss, metric or output that rounding never makes, if the same rows give the same again."""
+NO_ROUNDING, NO_ROUNDING_IN_FLOAT64 = 0.05, 1e-4
+"""Relative changes that rounding never makes if the same rows give the same again; in float64 of the gradient, too."""
 LARGE = 1e4  # factor of gradients by which a step of the user's own is seen to clip those of some rows only
 _LARGE_GRADIENT = "the gradient of a large loss"
 _ACROSS_ROWS = 1e-3  # relative difference of a layer's outputs that is more than rounding
@@ -66,13 +66,7 @@ def check_training(step: Step, source: Source, choice: str, virtual_replicas: in
     if step.sample_rows is None:
         return _refuse_by_structure(step, _comparisons(step, "train", virtual_replicas))
     for comparison in _comparisons(step, "train", virtual_replicas, accumulate):
-        rows = step.rows_of(source)
-        agree = None
-        if not keras_internals.fixed_batch(step.model) and _runs_own(step.model, "train"):
-            # Which may depend on what is rare, such as a count of masked targets.
-            agree = _agree(step, step.rows_of(source, step.more_rows), comparison, choice)
-        if agree is None:
-            _agree(step, rows, comparison, choice)
+        _agree_on_rows(step, source, comparison, choice)
 
 
 def check_forward(
@@ -86,25 +80,34 @@ def check_forward(
       within_fit: whether it belongs to a training, with as many inputs, targets and weights, that has been checked:
         enough for all but code of the user's own, which may compute something else where it does not train.
     """
-    if choice == "off" or step.sample_rows is None or (within_fit and not _runs_own(step.model, "test")):
+    if choice == "off" or step.sample_rows is None or (within_fit and not _may_be_rare(step.model, "test")):
         return
     inputs_only = kind == "predict" and not preconditions.replaced(step.model, preconditions.PREDICTION)
-    rows = step.rows_of(source)[: 1 if inputs_only else None]
     for comparison in _comparisons(step, kind, virtual_replicas):
-        _agree(step, rows, comparison, choice)
+        _agree_on_rows(step, source, comparison, choice, 1 if inputs_only else None)
+
+
+def _agree_on_rows(step: Step, source: Source, comparison: Comparison, choice: str, entries: int | None = None) -> None:
+    """Compares a few rows, or more of what may depend on what is rare, such as a count of masked targets."""
+    more = not keras_internals.fixed_batch(step.model) and _may_be_rare(step.model, comparison.kind)
+    if more and _agree(step, step.rows_of(source, step.more_rows)[:entries], comparison, choice) is not None:
+        return
+    _agree(step, step.rows_of(source)[:entries], comparison, choice)
 
 
 class RepeatedCheck:
     """Repeats a check that has passed on batches of a training or an evaluation, with the weights that it has then.
 
     After 1, 2, 3, 5, 8, 12, ... batches, half as many more each time, so that it costs less and less; of models with
-    code of the user's own alone. The validation of a training repeats the check of that.
+    code of the user's own, or operations that may mix rows, alone. After 1, 3, 12, 41, ... and at the end it takes all
+    rows: a capacity may be larger than a few. The validation of a training repeats the check of that.
 
     `kind`: `train`, `test` or `predict`; `choice`, `virtual_replicas`, `accumulate`: as for `check_training`.
     """
 
     def __init__(self, step: Step, kind: str, choice: str, virtual_replicas: int = 0, accumulate: int = 1):
         self._step, self._kind = step, kind
+        self._parts = step.distribution.workers * accumulate  # of a batch, of which a worker computes one at a time
         comparisons = _comparisons(step, kind, virtual_replicas, accumulate) if choice != "off" else []
         self.probes: dict[Comparison, EquivalenceProbe] = {}
         for comparison in comparisons:
@@ -113,10 +116,10 @@ class RepeatedCheck:
             self.probes |= {comparison: probes[-1]} if probes else {}
         if not self.probes:
             return
-        calls, done, checked = step.repeats.get(kind, (0, 0, 0))
+        calls, done, checked, whole = step.repeats.get(kind, (0, 0, 0, 0))
         calls += 1
         begins = calls & (calls - 1) == 0  # calls 1, 2, 4, 8, ..., whose data may be others, begin anew
-        step.repeats[kind] = (calls, 0, 0) if begins else (calls, done, checked)
+        step.repeats[kind] = (calls, 0, 0, 0) if begins else (calls, done, checked, whole)
 
     def after(self, batches: int, rows_of_last: Callable[[], tuple | None], last: bool = False) -> None:
         """Checks again if it is time.
@@ -131,18 +134,22 @@ class RepeatedCheck:
         """
         if not self.probes:
             return
-        calls, done, checked = self._step.repeats[self._kind]
+        calls, done, checked, whole = self._step.repeats[self._kind]
         done += batches
         due = 2 * done >= 3 * checked or (last and 4 * done >= 5 * checked)
-        self._step.repeats[self._kind] = calls, done, done if due else checked
+        wholly = due and (done >= 3 * whole or last)
+        self._step.repeats[self._kind] = calls, done, done if due else checked, done if wholly else whole
         if not due or done == checked:
             return
-        rows = rows_of_last()
-        peers = self._step.distribution.peers
+        rows, number, distribution = rows_of_last() or (), self._step.more_rows, self._step.distribution
+        available = int(keras.tree.flatten(rows)[0].shape[0]) if rows else 0
+        if wholly and not distribution.static_shapes:
+            # A worker's memory suffices for its own part of a batch, and most likely for some of them.
+            number = max(number, min(available, 4 * -(-available // self._parts)))
         for comparison, probe in self.probes.items():
-            known = rows is not None and probe.look_at(rows)
+            known = available > 0 and probe.look_at(rows, number)
             checksum = crc(probe.rows) if known else 0
-            if len(set(peers.gather("the rows to check", checksum))) == 1:
+            if len(set(distribution.peers.gather("the rows to check", checksum))) == 1:
                 self._repeat(comparison, probe, done)
 
     def _repeat(self, comparison: Comparison, probe: EquivalenceProbe, done: int) -> None:
@@ -156,9 +163,9 @@ class RepeatedCheck:
         except tf.errors.OpError:
             return  # of rows that cannot be computed alone: the batch itself has been
         if outcome is not None:
+            found = f"found after {done} {'updates' if self._kind == 'train' else 'batches'}"
             message = _message(self._step, probe.rows, comparison, outcome.disagreements(), probe.adding)
-            what = "updates" if self._kind == "train" else "batches"
-            raise UserError(f"found after {done} {what}: {message}")
+            raise UserError(f"{found}: {message}")
 
 
 def _comparisons(step: Step, kind: str, virtual_replicas: int, accumulate: int = 1) -> list[Comparison]:
@@ -231,10 +238,12 @@ def _of_some_rows(probe: EquivalenceProbe, groups: list[list[int]]) -> _Outcome 
     """Returns where some rows alone disagree, in float64, too, if that can be computed; else None."""
     for some in groups:
         outcome = _Outcome.of(probe, some)
-        if outcome.is_conclusive and outcome.disagreements():
+        if outcome.whole.is_finite() and (outcome.disagreements() or not outcome.is_conclusive):
             # As late in a training, or of a few rows, gradients may cancel each other, and rounding be large.
-            exact = _compare_in_float64(probe, some) or outcome._replace(limit=max(outcome.limit, MOST_ROUNDING))
-            if exact.disagreements():
+            exact = _compare_in_float64(probe, some)
+            if exact is None and outcome.is_conclusive:
+                exact = outcome._replace(limit=max(outcome.limit, MOST_ROUNDING))
+            if exact and exact.disagreements():
                 return exact
     return None
 
@@ -243,10 +252,23 @@ def _compare_in_float64(probe: EquivalenceProbe, some: Sequence[int] | None = No
     """Compares again with hardly any rounding, as deep networks need it; None where that is inconclusive, too."""
     try:
         with keras_internals.computing_in(probe.model, "float64"):
-            outcome = _Outcome.of(EquivalenceProbe(probe.step, probe.rows, probe.comparison), some)
+            probe = EquivalenceProbe(probe.step, probe.rows, probe.comparison)
+            outcome = _Outcome.of(probe, some)
+            return outcome if outcome.is_conclusive else _by_order(probe, outcome, NO_ROUNDING_IN_FLOAT64, some)
     except (ValueError, TypeError, tf.errors.OpError):  # of a layer that is written for one type
         return None
-    return outcome if outcome.is_conclusive else None
+
+
+def _by_order(probe: EquivalenceProbe, outcome: _Outcome, least: float, some: Sequence[int] | None) -> _Outcome | None:
+    """Returns what differs since the order of the rows decides, as with a capacity; None where it may be random."""
+    random, kept = probe.draws_random_numbers(), outcome.whole.values if least == NO_ROUNDING else outcome.noise
+    # Without random numbers, what is another the next time follows a state, as of a layer that keeps the last rows.
+    names = [name for name in kept if outcome.noise[name] > least and not (random and name.startswith(STATE))]
+    distances = {name: outcome.distances[name] for name in names if outcome.distances[name] > least}
+    again = probe.run(True, times=2, some=some) if random and distances else outcome.whole
+    if not distances or not outcome.whole.is_finite() or max(outcome.whole.distance(again).values()) > ROUNDING:
+        return None
+    return outcome._replace(distances=distances, limit=least, is_conclusive=True)
 
 
 def _refuse_by_structure(step: Step, comparisons: Sequence[Comparison], whole: ProbeResult | None = None) -> None:
@@ -291,8 +313,8 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         return False
     if comparison.kind == "train":  # which takes longest, up to half a minute of deep networks
         logger.info(f"checking whether {comparison} agree on this model")
-    start, repeated = time.perf_counter(), dict[str, float]()
-    own = _runs_own(step.model, comparison.kind)
+    start = time.perf_counter()
+    own, rare = _runs_own(step.model, comparison.kind), _may_be_rare(step.model, comparison.kind)
     varied = not (own or comparison.as_given)
     given, (rows, differ) = rows, _differing_rows(rows) if varied else (rows, own)
     probe = EquivalenceProbe(step, rows, comparison)
@@ -303,12 +325,11 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
             _without_zero_weights(step.model) if varied else contextlib.nullcontext(),
         ):
             outcome = _agree_op_by_op(step, rows, comparison) or _Outcome.of(probe)
-            if outcome.is_conclusive and not outcome.disagreements() and own:
+            if outcome.is_conclusive and not outcome.disagreements() and rare:
                 outcome = _of_some_rows(probe, probe.some_rows()) or outcome
             if not outcome.is_conclusive:
-                outcome = _compare_in_float64(probe) or outcome
-            if not outcome.is_conclusive and outcome.whole.is_finite():
-                repeated = outcome.whole.distance(probe.run(True, times=2))
+                exact = _compare_in_float64(probe)
+                outcome = exact or _by_order(probe, outcome, NO_ROUNDING, None) or outcome
     except tf.errors.ResourceExhaustedError:
         _refuse_by_structure(step, [comparison])
         return None  # the first batch will say more
@@ -334,14 +355,7 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         return _agree(step, given, comparison._replace(as_given=True), choice)
     if not outcome.is_conclusive:
         _refuse_by_structure(step, [comparison], outcome.whole)
-        name = _order_dependent(outcome, repeated, probe.draws_random_numbers()) if repeated else ""
-        if name:
-            raise UserError(
-                f"{comparison} disagree on this model{_CONTEXT[comparison.kind]}: {name} differs by "
-                f"{outcome.noise[name]:.0e} if the rows of a batch come in the opposite order",
-                f"make it depend on each row alone, {_fix(comparison)}",
-            )
-        logger.info(f"WARNING: not checked whether {comparison} agree: {_inconclusive_reason(outcome, repeated)}")
+        logger.info(f"WARNING: not checked whether {comparison} agree: {_inconclusive_reason(probe, outcome)}")
         return False
     if disagreements := outcome.disagreements():
         raise UserError(_message(step, rows, comparison, disagreements, probe.adding))
@@ -349,7 +363,7 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         with contextlib.suppress(OSError):  # without a writable cache it is checked again
             _cache_folder().mkdir(parents=True, exist_ok=True)
             (_cache_folder() / mark).touch()
-    step.checked[key] = probe if not step.model.run_eagerly and (own or not differ) else None
+    step.checked[key] = probe if not step.model.run_eagerly and (rare or not differ) else None
     most = max((d for n, d in outcome.distances.items() if n != "the gradient"), default=0.0)
     numbers = f"{'outputs' if comparison.kind == 'predict' else 'loss'} {most:.0e}"
     if comparison.kind == "train":
@@ -398,19 +412,10 @@ def crc(rows: Structure, checksum: int = 0) -> int:
     return checksum
 
 
-def _order_dependent(outcome: _Outcome, repeated: dict[str, float], random: bool) -> str:
-    """Returns the first value that changes with the order of the rows, where nothing random does; empty for none."""
-    if random and any(distance > ROUNDING for distance in repeated.values()):
-        return ""
-    # Without random numbers, what is another the next time follows a state, as of a layer that keeps the last rows.
-    kept = [n for n in outcome.whole.values if not (random and n.startswith(STATE))]
-    names = [n for n in kept if outcome.noise[n] > NO_ROUNDING and outcome.distances[n] > NO_ROUNDING]
-    return next(iter(sorted(names, key=lambda name: name.startswith(METRIC))), "")
-
-
-def _inconclusive_reason(outcome: _Outcome, repeated: dict[str, float]) -> str:
+def _inconclusive_reason(probe: EquivalenceProbe, outcome: _Outcome) -> str:
     if not outcome.whole.is_finite():
         return "loss, metrics or gradient are not finite"
+    repeated = outcome.whole.distance(probe.run(True, times=2))
     # The state of layers moves on with each pass, random or not.
     if any(distance > ROUNDING for name, distance in repeated.items() if not name.startswith(STATE)):
         return "the model draws random numbers of its own"
@@ -456,7 +461,7 @@ def _message(
         return f"{start}, which layer {', '.join(adding)} gives: make it a mean over the examples, {fix}"
     if first.startswith(METRIC):
         return f"{start}: leave it out, {fix}"
-    if layer := _layer_across_rows(step, rows):
+    if layer := row_mixing.operation(model) or _layer_across_rows(step, rows):
         return f"{start}, since layer {layer!r} looks at the other rows of a batch: change that, {fix}"
     if own:
         return f"{start}: what {own} of {type(model).__name__} gives is no mean over examples; make it one, {fix}"
@@ -490,21 +495,20 @@ def _layer_across_rows(step: Step, rows: tuple[Structure, ...]) -> str:
     It is searched for in Python, op by op: only a model that is refused pays for that.
     """
     model = step.model
-    half = max(1, int(keras.tree.flatten(rows)[0].shape[0]) // 2)
     try:
         with (
             step.distribution.scope(),
             layer_state.unchanged([*model.non_trainable_variables, *model.metrics_variables]),
         ):
             whole = _layer_outputs(step, rows[0])
-            part = _layer_outputs(step, keras.tree.map_structure(lambda t: t[:half], rows[0]))
+            part = _layer_outputs(step, keras.tree.map_structure(lambda t: t[len(t) // 2 :], rows[0]))
     except Exception:  # whatever a layer of the user's own may do outside of a replica
         return ""
-    for (name, all_rows), (_, first_rows) in zip(whole, part):
-        for a, b in zip(all_rows, first_rows):
-            if a.shape[:1] == b.shape[:1] or a[: len(b)].shape != b.shape or a.dtype.kind not in "fc":
+    for (name, all_rows), (_, last_rows) in zip(whole, part):  # cumulative sums of the first need no others
+        for a, b in zip(all_rows, last_rows):
+            if a.shape[:1] == b.shape[:1] or a[-len(b) :].shape != b.shape or a.dtype.kind not in "fc":
                 continue
-            if np.linalg.norm(a[: len(b)] - b) > _ACROSS_ROWS * max(float(np.linalg.norm(b)), 1e-6):
+            if np.linalg.norm(a[-len(b) :] - b) > _ACROSS_ROWS * max(float(np.linalg.norm(b)), 1e-6):
                 return name
     return ""
 
@@ -539,7 +543,7 @@ def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure,
     import tfdist
 
     kind = comparison.kind
-    if _runs_own(model, kind):
+    if _may_be_rare(model, kind):
         return ""
     layers, compiled = keras_internals.flat_layers(model), _compiled(model, kind)
     parts: list[str] = [tf.__version__, keras.__version__, tfdist.__version__, distribution.name]
@@ -573,6 +577,11 @@ def _runs_own(model: keras.Model, kind: str) -> bool:
     layers = keras_internals.flat_layers(model)
     own = preconditions.replaced(model, methods[kind]) or any(isinstance(layer, _WRAPPERS) for layer in layers)
     return bool(own) or user_code.runs_own([*layers, *_compiled(model, kind)])
+
+
+def _may_be_rare(model: keras.Model, kind: str) -> bool:
+    """Returns whether a computation may look across a batch for rare rows or later weights only."""
+    return _runs_own(model, kind) or bool(row_mixing.operation(model))
 
 
 def _cache_folder() -> pathlib.Path:

@@ -113,17 +113,21 @@ class EquivalenceProbe:
         self._training = comparison.kind == "train"
         self._own = "" if comparison.kind == "predict" else step.own_steps[comparison.kind]
         self.own_training = bool(self._own) and self._training  # whether a step of its own makes an update
-        available = int(keras.tree.flatten(rows)[0].shape[0])
-        rest = available % comparison.number
-        self.count = available - (rest if comparison.divides else rest == 0)
-        if self._distribution.static_shapes and self._own:  # which must see no filler
-            self.count = available - available % self._distribution.replicas or available
         self.adding: list[str] = []  # the layers that call `add_loss`
         self.computed_whole = False  # whether one replica has computed all rows
         self._gathered = training_state.gathered_variables(self.model)
-        self._compiled: dict[bool, _Function] = {}
+        self._compiled: dict[tuple, _Function] = {}
 
     model = property(lambda self: self.step.model)  # a reference would keep it, since the step keeps the probe
+
+    @property
+    def count(self) -> int:
+        """The number of rows that are computed."""
+        comparison, available = self.comparison, int(keras.tree.flatten(self.rows)[0].shape[0])
+        if self._distribution.static_shapes and self._own:  # which must see no filler
+            return available - available % self._distribution.replicas or available
+        rest = available % comparison.number
+        return available - (rest if comparison.divides else rest == 0)
 
     def some_rows(self) -> list[list[int]]:
         """Returns rows that are to be computed alone, too, in parts as small as can be; none where shapes are static.
@@ -140,27 +144,24 @@ class EquivalenceProbe:
 
     def draws_random_numbers(self) -> bool:
         """Returns whether the whole batch is computed with random numbers, or by Python, which may draw some."""
-        graph = getattr(self._compiled[True].call, "graph", None)
+        graph = getattr(self._function(True).call, "graph", None)
         if graph is None:
             return True
         definition = graph.as_graph_def()
         nodes = [*definition.node, *(node for f in definition.library.function for node in f.node_def)]
         return any(word in node.op for node in nodes for word in ("Random", "PyFunc", "Multinomial"))
 
-    def look_at(self, batch: tuple[Structure, ...]) -> bool:
-        """Goes on to rows of another batch; returns whether it can, as they have the shapes of those before."""
-        if not len(keras.tree.flatten(batch)[0]):
-            return False
+    def look_at(self, batch: tuple[Structure, ...], number: int) -> bool:
+        """Goes on to so many rows of another batch; returns whether it can, as they have the shapes of those before."""
         try:
-            rows = spread_over(batch[: len(self.rows)], int(keras.tree.flatten(self.rows)[0].shape[0]))
+            rows = spread_over(batch[: len(self.rows)], number)
             keras.tree.assert_same_structure(rows, self.rows)
         except (ValueError, TypeError):
             return False
-        alike = lambda a, b: a.shape == b.shape and a.dtype == b.dtype
-        if not all(map(alike, keras.tree.flatten(rows), keras.tree.flatten(self.rows))):
-            return False
-        self.rows = rows
-        return True
+        alike = lambda a, b: a.shape[1:] == b.shape[1:] and a.dtype == b.dtype
+        fits = all(map(alike, keras.tree.flatten(rows), keras.tree.flatten(self.rows)))
+        self.rows = rows if fits else self.rows
+        return fits
 
     def run(
         self,
@@ -217,21 +218,24 @@ class EquivalenceProbe:
         return ProbeResult(arrays, [_as_array(g) for g in gradient])
 
     def _function(self, whole: bool) -> _Function:
-        if whole in self._compiled:
-            return self._compiled[whole]
-        model = self.model
+        model, layout = self.model, self._layout(whole)
+        # As in a training, the graph does not know how many rows there are, unless all shapes must be known: Keras
+        # takes what has one column and as many rows as another tensor has columns for a bias (keras.ops.add).
+        is_open = not (layout.static or layout.virtual or layout.local)
+        key = whole, None if is_open else self.count
+        if key in self._compiled:
+            return self._compiled[key]
         call = tf.function(self._traced(whole), autograph=False)
         trained = [] if self._own else [c for v in model.trainable_variables for c in keras_internals.copies(v)]
         foreign: list[tf.Variable] = []
         if tf.config.functions_run_eagerly():  # what Python writes is restored, and all weights may be gigabytes
             others = [] if self._keras_only else trained
         else:
-            # As in a training, the graph does not know how many rows there are, unless all shapes must be known: Keras
-            # takes what has one column and as many rows as another tensor has columns for a bias (keras.ops.add).
-            rows = self.count if self._distribution.static_shapes else None
+            rows = tf.TensorSpec([self.count if layout.static else None], tf.int32)
+            leaves = keras.tree.flatten(self.rows)
             with layer_state.noting_writes() as writes:
-                given = [tf.TensorSpec(t.shape, t.dtype) for t in keras.tree.flatten(self.rows)]
-                call = call.get_concrete_function(given, tf.TensorSpec([rows], tf.int32), tf.TensorSpec([], tf.float32))
+                given = [tf.TensorSpec([None, *t.shape[1:]] if is_open else t.shape, t.dtype) for t in leaves]
+                call = call.get_concrete_function(given, rows, tf.TensorSpec([], tf.float32))
             own_writes = layer_state.foreign(model, writes)
             known = {id(c) for v in [*model.variables, *model.metrics_variables] for c in keras_internals.copies(v)}
             others = [v for v in call.graph.variables if id(v) not in known]
@@ -247,8 +251,8 @@ class EquivalenceProbe:
                     )
                 foreign.append(write.variable)
             others += [v for v in foreign if all(v is not other for other in others)]
-        self._compiled[whole] = _Function(call, others, foreign)
-        return self._compiled[whole]
+        self._compiled[key] = _Function(call, others, foreign)
+        return self._compiled[key]
 
     def _layout(self, whole: bool) -> Layout:
         comparison, distribution = self.comparison, self._distribution
