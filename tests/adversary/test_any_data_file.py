@@ -111,13 +111,13 @@ def tables(draw):
     options=st.one_of(
         st.sampled_from(["target=y", "", "target=a", "target=y, task=regression"]), adversary.mutated("target=y")
     ),
-    broken=st.sampled_from(config.CHOICES["data.on_error"]),
+    on_error=st.sampled_from(config.CHOICES["data.on_error"]),
 )
-def test_any_table(content, options, broken):
+def test_any_table(content, options, on_error):
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "t.csv")
         path.write_bytes(content)
-        read(folder, name=f"csv:{path}", options=options, on_error=broken, train_split="train", eval_split="test")
+        read(folder, name=f"csv:{path}", options=options, on_error=on_error, train_split="train", eval_split="test")
 
 
 # -- images -------------------------------------------------------------------------
@@ -156,13 +156,13 @@ IMAGES = st.one_of(
 FITTING = claiming(8, 8)[:2]
 
 
-def a_folder_of_images(images, broken, size):
+def a_folder_of_images(images, on_error, size):
     with tempfile.TemporaryDirectory() as folder:
         for i, image in enumerate([*images, *FITTING]):
             path = pathlib.Path(folder, "data", "ab"[i % 2], f"{i}.png")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(image)
-        read(folder, name=f"image_folder:{folder}/data", on_error=broken, image_size=size)
+        read(folder, name=f"image_folder:{folder}/data", on_error=on_error, image_size=size)
 
 
 test_an_image, test_any_images = adversary.few_and_many(
@@ -170,7 +170,7 @@ test_an_image, test_any_images = adversary.few_and_many(
     150,
     a_folder_of_images,
     images=st.lists(IMAGES, min_size=1, max_size=3),
-    broken=st.sampled_from(config.CHOICES["data.on_error"]),
+    on_error=st.sampled_from(config.CHOICES["data.on_error"]),
     size=st.sampled_from(["", "4", "4x6"]),
 )
 
@@ -222,7 +222,7 @@ def record_files(draw):
 
 BYTES_IN_THE_MESSAGE = framed(example([FITTING[0]], [2])) + framed(b"\x80")
 """TensorFlow cannot read the second record, and its message repeats it: Python cannot decode that."""
-KNOWN_BAD = dict(content=BYTES_IN_THE_MESSAGE, options="image=png, label=int64, classes=3", broken="refuse")
+KNOWN_BAD = dict(content=BYTES_IN_THE_MESSAGE, options="image=png, label=int64, classes=3", on_error="refuse")
 
 
 @hypothesis.example(**KNOWN_BAD, image_size="", cache="auto")
@@ -240,7 +240,7 @@ test_some_record_files, test_any_record_file = adversary.few_and_many(
     a_record_file,
     content=record_files(),
     options=RECORD_OPTIONS,
-    broken=st.sampled_from(config.CHOICES["data.on_error"]),
+    on_error=st.sampled_from(config.CHOICES["data.on_error"]),
     image_size=st.sampled_from(["", "4"]),
     cache=st.sampled_from(["auto", "stream"]),
 )
