@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdist import config
-from tfdist.config import Experiment, Model, augment_syntax, buckets, field_syntax, training_objects
+from tfdist.config import Experiment, Model, buckets, field_syntax, training_objects
 from tfdist.errors import UserError
 
 OF_FIELDS = {
@@ -84,7 +84,7 @@ def _parse_texts(experiment: Experiment) -> None:
     if not data.data_dir.startswith("gs://"):  # TFDS reads it, through TensorFlow
         buckets.check("data.data_dir", data.data_dir)
     field_syntax.image_size(data.image_size)
-    augment_syntax.steps(data.augment, "data.augment")
+    field_syntax.augment_steps(data.augment, "data.augment")
     field_syntax.options("data.options", data.options)
     field_syntax.options("model.options", experiment.model.options)
     for name in field_syntax.options("optimizer.options", optimizer.options):

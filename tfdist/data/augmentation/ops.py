@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from tfdist.config import augment_syntax
+from tfdist.config import field_syntax
 from tfdist.data.augmentation.mixup import mixer
 from tfdist.errors import UserError
 
@@ -179,8 +179,8 @@ def sharpen(image: tf.Tensor, factor: tf.Tensor | float, maximum: float) -> tf.T
 class Recipe:
     """The changes that `data.augment` requests."""
 
-    steps: tuple[augment_syntax.AugmentStep, ...]  # operations on one image, in order
-    mixing: tuple[augment_syntax.AugmentStep, ...]  # MixUp, CutMix or both, on a batch
+    steps: tuple[field_syntax.AugmentStep, ...]  # operations on one image, in order
+    mixing: tuple[field_syntax.AugmentStep, ...]  # MixUp, CutMix or both, on a batch
     maximum: float = 255.0  # largest value of an image
 
     @property
@@ -239,10 +239,10 @@ class Recipe:
 
 def parse(text: str, maximum: float = 255.0, field: str = "data.augment") -> Recipe:
     """Returns the recipe that `text` describes, such as `flip, crop(4), mixup(0.2)`; empty for none."""
-    steps = augment_syntax.steps(text, field)
+    steps = field_syntax.augment_steps(text, field)
     return Recipe(
-        tuple(s for s in steps if s.name not in augment_syntax.MIXING),
-        tuple(s for s in steps if s.name in augment_syntax.MIXING),
+        tuple(s for s in steps if s.name not in field_syntax.MIXING),
+        tuple(s for s in steps if s.name in field_syntax.MIXING),
         maximum,
     )
 
