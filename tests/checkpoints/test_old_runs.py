@@ -1,4 +1,4 @@
-"""Run folders that earlier versions have written go on working: run_folder_0.1.0/ holds two of them.
+"""Run folders and names that earlier versions have written go on working: run_folder_0.1.0/ holds two of them.
 
 Both are of one experiment: digits, a small MLP with dropout, Adam, averaged weights, early stopping and the best
 checkpoint. `interrupted` was stopped by SIGTERM after update 40 of 60, in the middle of the second epoch.
@@ -12,11 +12,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support import training_cases
 
+import tfdist
 from tfdist import config
-from tfdist.checkpoints import files, training_state
+from tfdist.checkpoints import files, resume, training_state
 from tfdist.config import schedule
 from tfdist.data import spec_file
+from tfdist.errors import UserError
 from tfdist.inference import job, trained_model
 from tfdist.models import optimizers
 from tfdist.monitoring import recorder
@@ -93,3 +96,28 @@ def test_a_completed_run_is_measured_as_it_measured_itself(run, runs):
     told, result = json.loads(done.stdout), read(runs / "completed", "result.json")
     assert told["evaluation"] == pytest.approx(result["evaluation"], rel=1e-6)
     assert told["weights_sha256"] == result["weights_sha256"]
+
+
+FORMER = ("config.train.shards", "config.data.broken")
+
+
+def test_what_earlier_versions_recorded_is_understood(said):
+    recorded = json.loads(json.dumps({"name": "old", "train": {"shards": 4}, "data": {"broken": "skip"}}))
+    experiment = trained_model.experiment_from(recorded)
+    assert (experiment.train.virtual_replicas, experiment.data.on_error) == (4, "skip")
+    here = config.flat(experiment)
+    assert here == {**config.flat(config.Experiment()), **config.flat(recorded)}
+    former = {name: text for name, text in here.items() if name not in map(config.current_name, FORMER)}
+    assert resume.differences(here, former | {"config.train.shards": "4", "config.data.broken": "skip"}) == []
+    assert resume.differences(here, former | {"config.train.shards": "8", "config.data.broken": "skip"})
+    assert said == []
+
+
+def test_a_former_name_suggests_the_present_one(run):
+    done = run("tfdist.train", "--config.train.shards=4")
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "tfdist: error: unknown config field --config.train.shards: did you mean 'virtual_replicas'? Known are "
+    )
+    with pytest.raises(UserError, match=r"^predict\(\) has no option 'shards': did you mean 'virtual_replicas'\?"):
+        tfdist.predict(training_cases.dense(), np.ones((4, 4, 4, 1)), shards=2)

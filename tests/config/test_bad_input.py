@@ -1,7 +1,10 @@
 """Bad input: exit code 2 and one line. Where TensorFlow is not needed to know it, it is not imported."""
 
+import importlib.util
 import json
+import math
 import os
+import pathlib
 import re
 import shlex
 import signal
@@ -11,7 +14,17 @@ import pytest
 from support import many_commands
 
 import tfdist
+from tfdist import config
 from tfdist.__main__ import COMMANDS
+from tfdist.cluster import discovery
+from tfdist.config import field_syntax, runtime_options, schedule, validation
+from tfdist.data.loaded import Loaded
+from tfdist.data.sources import Arrays
+from tfdist.data.spec import Spec
+from tfdist.errors import UserError
+from tfdist.inference import trained_model
+from tfdist.launch import plan as launch
+from tfdist.models import objective
 
 
 def cases(text):
@@ -370,3 +383,158 @@ def test_version_and_help(command, run, files):
     done = run(f"tfdist.{command}", "--help", path=str(files), COLUMNS="80")
     assert (done.returncode, done.stderr) == (0, "") and f"python -m tfdist.{command}" in done.stdout
     assert [line for line in done.stdout.splitlines() if len(line) > 80] == []
+
+
+URLS = ["file:///tmp/run", "hdfs://host:9000/x", "HTTPS://x/y", "az://x/y"]
+BUCKETS = ["gs://bucket/run1", "s3://bucket/a b", "memory://bucket/x"]
+
+
+def on_this_machine_alone(url):
+    """What is never in a bucket."""
+    return [
+        lambda: validation.validate(config.Experiment(model=config.Model(name=url + ".keras"))),
+        lambda: validation.validate(config.Experiment(model=config.Model(weights=url + ".h5"))),
+        lambda: trained_model.request("", url, "", config.Experiment(), {}, False),
+        lambda: launch.make_plan(*launch.parse([f"--log_dir={url}", "--", "script.py"]), {}),
+    ]
+
+
+def anywhere(url):
+    """What may be in a bucket."""
+    data = [config.Data(name=f"{kind}:{url}") for kind in config.FILES]
+    data += [] if url.startswith("gs:") else [config.Data(data_dir=url)]  # which TFDS reads
+    return [
+        *(lambda d=d: validation.validate(config.Experiment(data=d)) for d in data),
+        lambda: runtime_options.ResumeOptions(workdir=url),
+        lambda: trained_model.request(url, "", "", config.Experiment(), {}, False),
+        lambda: tfdist.Checkpoints(url),
+    ]
+
+
+@pytest.mark.parametrize("url", [*URLS, *BUCKETS])
+def test_a_url_is_no_path(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for ask in [*on_this_machine_alone(url), *(anywhere(url) if url in URLS else [])]:
+        with pytest.raises(UserError) as error:
+            ask()
+        assert f"={url}" in str(error.value) and f" is a URL ({url.partition(':')[0]}:), and only" in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("url", BUCKETS)
+def test_a_bucket_is_a_place_if_its_package_is_there(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    for ask in anywhere(url):
+        ask()
+    assert not list(tmp_path.iterdir())
+    scheme = url.partition(":")[0]
+    for bad in (
+        f"{scheme}://bucket",
+        f"{scheme}://bucket/",
+        f"{scheme}:///run",
+        f"{scheme}://b//x",
+        f"{scheme}://b/../x",
+    ):
+        for ask in anywhere(bad):
+            with pytest.raises(UserError, match=f"={bad} names no folder in a bucket: write {scheme}://bucket/folder"):
+                ask()
+    for bad in (f"{scheme}://key:secret@bucket/x", f"{scheme}://bucket/x?versionId=1", f"{scheme}://bucket/x#1"):
+        for ask in anywhere(bad):
+            with pytest.raises(UserError, match="has more than a bucket and a folder: leave out '@'"):
+                ask()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    package = {"gs": "gcsfs", "s3": "s3fs", "memory": "fsspec"}[scheme]
+    extra = {"gs": r"tfdist\[gcs\]", "s3": r"tfdist\[s3\]", "memory": "fsspec"}[scheme]
+    for ask in anywhere(url):
+        with pytest.raises(UserError, match=f"needs the package {package}, .*: pip install '{extra}'"):
+            ask()
+
+
+def test_what_is_no_url():
+    for path in ("runs/a:b", "C:/x", "a//b", "~/x", "://x", ""):
+        runtime_options.ResumeOptions(workdir=path)
+    tfdist.Checkpoints(pathlib.Path("runs") / "a")
+    experiment = config.Experiment(data=config.Data(data_dir="gs://tfds-data/datasets"))
+    validation.validate(experiment)  # TFDS reads it, through TensorFlow
+
+
+def refused(change, *arguments, **kwargs):
+    with pytest.raises(UserError) as error:
+        change(*arguments, **kwargs)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 250
+    return str(error.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "field", ["learning_rate", "weight_decay", "clip_norm", "layer_decay", "ema_momentum", "label_smoothing"]
+)
+def test_no_number(field, value):
+    e = config.Experiment()
+    group = "train" if field == "label_smoothing" else "optimizer"
+    setattr(getattr(e, group), field, value)
+    assert refused(validation.validate, e) == f"{group}.{field} must be a finite number, got {value}"
+
+
+@pytest.mark.parametrize(
+    "value, shown",
+    [(10**30 - 1, str(10**30 - 1)), (-(10**5000), "one with more than 40 digits")],
+    ids=["30 digits", "5000 digits"],
+)
+@pytest.mark.parametrize("name", ["train.epochs", "eval.batch_size", "checkpoint.keep", "seed", "optimizer.clip_norm"])
+def test_too_many(name, value, shown):
+    e = config.Experiment()
+    group, _, field = name.rpartition(".")
+    setattr(getattr(e, group) if group else e, field, value)
+    assert refused(validation.validate, e) == f"{name} must be at most 1,000,000,000,000, got {shown}"
+
+
+@pytest.mark.parametrize(
+    "text, name", [("a=1e400", "a"), ("a=-1e999", "a"), ("a=(1, [2.0, 1e400])", "a"), ("b={1: 1e400}", "b")]
+)
+def test_options_that_are_infinite(text, name):
+    assert refused(field_syntax.options, "model.options", text).startswith(f"{name} in model.options must be a finite")
+
+
+@pytest.mark.parametrize("text", ["a=" + "[" * 5000, "a=" + "-" * 100_000 + "1", "a={[]: 1}"])
+def test_options_that_are_too_deep(text):
+    with pytest.raises(UserError, match="is not understood: write name=value"):
+        field_syntax.options("model.options", text)
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "9999999999999 epochs", "9" * 400 + " seconds", "9" * 400 + "%"])
+def test_durations_beyond_all_counting(text):
+    e = config.Experiment()
+    e.optimizer.warmup = text.replace("seconds", "steps")
+    assert " is more than 1,000,000,000,000: write less" in refused(schedule.make, e, 100, 1)
+    if "%" not in text:
+        assert " is more than 1,000,000,000,000: write less" in refused(schedule.interval, "checkpoint.every", text)
+
+
+def test_a_run_of_too_many_updates():
+    e = config.Experiment()
+    e.train.epochs = 10**12
+    assert "are 5,000,000,000,000 updates of 32 examples, more than 1,000," in refused(schedule.make, e, 144, 1)
+
+
+@pytest.mark.parametrize("field", ["threads", "virtual_devices"])
+def test_threads_that_would_take_all_memory(field):
+    assert refused(runtime_options.PlacementOptions, **{field: 99_999}) == f"--{field} must be at most 1024, got 99999"
+    runtime_options.PlacementOptions(**{field: 1024})
+
+
+def test_a_tf_config_of_brackets():
+    assert "TF_CONFIG is not a JSON object" in refused(discovery.read_tf_config, {"TF_CONFIG": "[" * 100_000})
+
+
+@pytest.mark.parametrize("text", ["0=0, 1=0.0", "no=0, yes=0"])
+def test_weights_that_leave_no_class(text):
+    import numpy as np
+
+    arrays = Arrays((np.zeros((4, 1), "float32"), np.array([0, 1, 1, 0])))
+    data = Loaded(arrays, arrays, 4, Spec((1,), "float32", 2, 1.0, ("no", "yes")))
+    assert refused(objective.class_weights, text, data) == (
+        f"train.class_weight={text!r} gives every class the weight 0: leave some to be learned"
+    )
+    assert objective.class_weights("0=0", data) == {0: 0.0}, "the other one weighs 1"

@@ -13,15 +13,15 @@ import pytest
 from support.refusals import refused
 
 from tfdist.config import Experiment
-from tfdist.config.commands import config_files, help_page
+from tfdist.config.commands import command_line, help_page
 from tfdist.errors import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
 
 def test_all_of_the_checkout_have_a_name():
-    assert {str(p) for p in config_files.files("config").values()} == {str(p) for p in (ROOT / "configs").glob("*.py")}
-    assert set(config_files.files("flagfile")) == {p.stem for p in (ROOT / "flags").iterdir()}
+    assert {str(p) for p in command_line.files("config").values()} == {str(p) for p in (ROOT / "configs").glob("*.py")}
+    assert set(command_line.files("flagfile")) == {p.stem for p in (ROOT / "flags").iterdir()}
 
 
 def test_an_installation_into_any_folder_has_them(tmp_path):
@@ -42,7 +42,7 @@ def test_an_installation_into_any_folder_has_them(tmp_path):
     pip = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(source)]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    ask = "import tfdist; from tfdist.config.commands import config_files as s; print(tfdist.__file__)\n"
+    ask = "import tfdist; from tfdist.config.commands import command_line as s; print(tfdist.__file__)\n"
     ask += "for flag in ('config', 'flagfile'): print(*sorted(map(str, s.files(flag).values())))"
     environment = {**os.environ, "PYTHONPATH": str(target)}
     done = subprocess.run([sys.executable, "-c", ask], cwd=empty, env=environment, capture_output=True, text=True)
@@ -56,9 +56,9 @@ def test_an_installation_into_any_folder_has_them(tmp_path):
 
 def test_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert config_files.path_of("config", "digits") == str(ROOT / "configs/digits.py")
+    assert command_line.path_of("config", "digits") == str(ROOT / "configs/digits.py")
     (tmp_path / "digits").write_text("")
-    assert config_files.path_of("config", "digits") == "digits"
+    assert command_line.path_of("config", "digits") == "digits"
 
 
 def test_both_ways_to_write_a_flag():
@@ -72,8 +72,8 @@ def test_both_ways_to_write_a_flag():
         "--config=fine_tune:base",
         "--config",
     ]
-    config_files.fill_in(words)
-    at = {name: str(path) for name, path in (config_files.files("config") | config_files.files("flagfile")).items()}
+    command_line.fill_in(words)
+    at = {name: str(path) for name, path in (command_line.files("config") | command_line.files("flagfile")).items()}
     assert words == [
         *("train", "--config", at["digits_mlp"], f"-flagfile={at['cpu_2']}", "--workdir", "config"),
         *(f"--config={at['fine_tune']}:base", "--config"),
@@ -87,13 +87,13 @@ def test_both_ways_to_write_a_flag():
 ])  # fmt: skip
 def test_a_name_that_nothing_has(flag, value, message):
     with pytest.raises(UserError) as caught:
-        config_files.path_of(flag, value)
+        command_line.path_of(flag, value)
     assert message in str(caught.value)
 
 
 def test_a_path_that_does_not_exist_is_no_name():
     with refused(r"^--config=configs/digit.py does not exist: give the path of .* get_config\(\)$"):
-        config_files.path_of("config", "configs/digit.py")
+        command_line.path_of("config", "configs/digit.py")
 
 
 def test_every_field_has_a_meaning_and_the_page_is_current():
@@ -118,4 +118,4 @@ def test_by_name_from_another_folder(run, tmp_path):
     assert done.stdout.index("  --config: ") < done.stdout.index("  --strategy: ") < done.stdout.index("  --jit: ")
     assert str(ROOT) not in done.stdout and max(map(len, done.stdout.splitlines())) <= 80
     done = run("tfdist.train", "--list", path=str(poison))
-    assert done.returncode == 0 and done.stdout == config_files.listing() + "\n"
+    assert done.returncode == 0 and done.stdout == command_line.listing() + "\n"

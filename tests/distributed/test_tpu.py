@@ -11,11 +11,11 @@ import tensorflow as tf
 import tfdist
 from tfdist.cluster.discovery import ALONE, Cluster
 from tfdist.config.runtime_options import PlacementOptions
+from tfdist.distributed import connect, tpu_host
 from tfdist.distributed import connect as connect_lib
-from tfdist.distributed import strategy_choice, tpu_host
 from tfdist.distributed.gpus import Selection
 from tfdist.distributed.strategies import tpu
-from tfdist.doctor import packages
+from tfdist.doctor import machine as doctor_machine
 
 PLAIN = {"tensorflow": "2.20.0"}
 FOR_TPUS = {"tensorflow-tpu": "2.20.0", "libtpu": "0.0.14"}
@@ -122,7 +122,7 @@ def test_what_tensorflow_reads_is_set_before_its_import(machine):
 
 
 def chosen(environ, **flags):
-    return strategy_choice.choose(PlacementOptions(**flags), Selection((), None), ALONE, environ)
+    return connect.choose(PlacementOptions(**flags), Selection((), None), ALONE, environ)
 
 
 def test_auto_takes_a_tpu_that_tensorflow_can_use(machine):
@@ -149,7 +149,7 @@ def test_one_process_drives_a_tpu(machine):
     machine(installed=FOR_TPUS)
     workers = Cluster("TF_CONFIG", 0, 2)
     with pytest.raises(tfdist.UserError, match=r"one process and there are 2 workers \(TF_CONFIG\): start one"):
-        strategy_choice.choose(PlacementOptions(strategy="tpu"), Selection((), None), workers, {})
+        connect.choose(PlacementOptions(strategy="tpu"), Selection((), None), workers, {})
 
 
 RESOLVER = "distribute.cluster_resolver.TPUClusterResolver"
@@ -293,9 +293,9 @@ def test_auto_never_touches_a_tpu_without_a_sign(machine, monkeypatch):
 
 
 def test_the_doctor_says_what_is_missing(machine):
-    assert packages.tpu({}) == []
-    (check,) = packages.tpu({"TPU_NAME": "x"})
+    assert doctor_machine.tpu({}) == []
+    (check,) = doctor_machine.tpu({"TPU_NAME": "x"})
     assert check.status == "warn" and check.fix == f"{INSTALL}{NEWEST}"
     assert check.finding.startswith("TPU_NAME says that there is a TPU; TensorFlow 2.20.0 is installed without support")
     machine(installed=FOR_TPUS)
-    assert packages.tpu({"TPU_NAME": "x"})[0].status == "ok"
+    assert doctor_machine.tpu({"TPU_NAME": "x"})[0].status == "ok"

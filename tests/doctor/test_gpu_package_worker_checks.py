@@ -15,7 +15,7 @@ from support.nvidia_drivers import FOUR, printing
 from tfdist.config.runtime_options import PlacementOptions
 from tfdist.distributed import gpus, horovod_install
 from tfdist.doctor import check as check_lib
-from tfdist.doctor import packages, tensorflow_probe, workers
+from tfdist.doctor import machine, tensorflow_probe, workers
 from tfdist.errors import UserError
 
 pytest_plugins = ("support.nvidia_drivers",)  # its fixture
@@ -175,15 +175,15 @@ def installed(folder, name, version, requires=()):
 
 
 def test_the_packages_that_are_installed_here_fit():
-    one(packages.conflicts(), "ok", "none is there twice")
-    assert {"python", "tfdist", "tensorflow", "keras"} <= packages.versions().keys()
+    one(machine.conflicts(), "ok", "none is there twice")
+    assert {"python", "tfdist", "tensorflow", "keras"} <= machine.versions().keys()
 
 
 def test_two_wheels_of_tensorflow(tmp_path, monkeypatch):
     installed(tmp_path, "tensorflow-tpu", "2.19.1")
     monkeypatch.syspath_prepend(tmp_path)
     fix = "pip uninstall -y tensorflow tensorflow-tpu, then pip install the one"
-    one(packages.conflicts(), "fail", "and tensorflow-tpu 2.19.1 write over each other", fix)
+    one(machine.conflicts(), "fail", "and tensorflow-tpu 2.19.1 write over each other", fix)
 
 
 def test_a_keras_that_is_too_new_and_another_that_is_missing(tmp_path, monkeypatch):
@@ -191,15 +191,15 @@ def test_a_keras_that_is_too_new_and_another_that_is_missing(tmp_path, monkeypat
     installed(tmp_path, "keras", "4.0.0")
     installed(tmp_path, "tensorflow-cpu", "2.21.0")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    keras, missing = packages.conflicts()
+    keras, missing = machine.conflicts()
     one([keras], "fail", "keras 4.0.0 is installed, tfdist needs keras<4,>=3.10", "pip install 'keras<4,>=3.10'")
     one([missing], "fail", "psutil is not installed", "pip install 'psutil'")
-    assert packages.versions()["tensorflow-cpu"] == "2.21.0"
+    assert machine.versions()["tensorflow-cpu"] == "2.21.0"
 
 
 def test_a_tfdist_that_pip_does_not_know(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    one(packages.conflicts(), "warn", "tfdist is not installed by pip", "pip install -e .")
+    one(machine.conflicts(), "warn", "tfdist is not installed by pip", "pip install -e .")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_tfdist_that_pip_does_not_know(tmp_path, monkeypatch):
 def test_what_keras_runs_on(environ, file, status, text, fix, tmp_path):
     if file:
         (tmp_path / "keras.json").write_text(file)
-    one(packages.backend({"KERAS_HOME": str(tmp_path), **environ}), status, text, fix)
+    one(machine.backend({"KERAS_HOME": str(tmp_path), **environ}), status, text, fix)
 
 
 def test_horovod(tmp_path, monkeypatch):
@@ -229,15 +229,15 @@ def test_horovod(tmp_path, monkeypatch):
     (folder / "tensorflow").mkdir(parents=True)
     (folder / "__init__.py").write_text("")
     (folder / "tensorflow" / f"mpi_lib{horovod_install.python()}").write_text("")
-    one(packages.horovod(needed=True), "ok", "was built for this TensorFlow")
+    one(machine.horovod(needed=True), "ok", "was built for this TensorFlow")
     (folder / "metadata.json").write_text('{"tensorflow": "2.10.0"}')
-    one(packages.horovod(needed=True), "fail", "built for TensorFlow 2.10.0", "python -m tfdist.horovod_build")
-    one(packages.horovod(needed=False), "warn", "only --strategy=horovod minds", "python -m tfdist.horovod_build")
+    one(machine.horovod(needed=True), "fail", "built for TensorFlow 2.10.0", "python -m tfdist.horovod_build")
+    one(machine.horovod(needed=False), "warn", "only --strategy=horovod minds", "python -m tfdist.horovod_build")
     shutil.rmtree(folder)
     installed(tmp_path, "tensorflow", "2.21.0")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    one(packages.horovod(needed=False), "ok", "Horovod is not installed, which only --strategy=horovod would need")
-    one(packages.horovod(needed=True), "fail", "Horovod is not installed", "python -m tfdist.horovod_build")
+    one(machine.horovod(needed=False), "ok", "Horovod is not installed, which only --strategy=horovod would need")
+    one(machine.horovod(needed=True), "fail", "Horovod is not installed", "python -m tfdist.horovod_build")
 
 
 # -- workers and strategy -------------------------------------------------------

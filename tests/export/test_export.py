@@ -14,8 +14,8 @@ from tfdist import config
 from tfdist.data.spec import Column, Spec
 from tfdist.errors import TrainingError, UserError
 from tfdist.export import __main__ as export
+from tfdist.export import formats, saved_model
 from tfdist.export import formats as formats_lib
-from tfdist.export import original, saved_model
 from tfdist.inference import trained_model
 from tfdist.models import build as models
 
@@ -277,7 +277,7 @@ def test_a_table(tmp_path):
         "sex": ["string", [None]],
     }
     asked = trained_model.ModelRequest("", str(tmp_path / "model.keras"), "", config.Experiment(), {})
-    assert original.load(asked, config.Experiment()).examples["categories"].max() == 2
+    assert formats.load_original(asked, config.Experiment()).examples["categories"].max() == 2
 
 
 class Own(keras.Model):

@@ -25,7 +25,6 @@ from tfdist.distributed import horovod_install
 from tfdist.errors import TrainingError, UserError
 from tfdist.horovod_build import __main__ as horovod_build
 from tfdist.horovod_build import requirements, workspace
-from tfdist.horovod_build import source as source_lib
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
@@ -94,7 +93,7 @@ class Site:
         self.cache = shared / "cache"
         self.links = shared / "links"
         self.links.mkdir(parents=True, exist_ok=True)
-        self.digest = source_lib.SHA256
+        self.digest = workspace.SHA256
         self.folder = folder
 
     def tensorflow(self, version, build="aaa", name="tensorflow"):
@@ -113,8 +112,8 @@ class Site:
 
     def run(self, *arguments, setup="", popen=False, **environ):
         code = f"""
-from tfdist.horovod_build import __main__ as horovod_build, source as horovod_source, workspace
-horovod_source.SHA256 = {self.digest!r}
+from tfdist.horovod_build import __main__ as horovod_build, workspace
+workspace.SHA256 = {self.digest!r}
 {setup}
 horovod_build.main()
 """
@@ -404,12 +403,12 @@ WANTED = horovod_install.Build(horovod_install.TensorFlow("2.21.0", "aaa"), SUFF
 
 
 def test_the_edits(tmp_path):
-    source = source_lib.unpack(tar(tmp_path / "a.tar.gz", SOURCE), tmp_path / "b")
-    source_lib.prepare(source, WANTED)
+    source = workspace.unpack(tar(tmp_path / "a.tar.gz", SOURCE), tmp_path / "b")
+    workspace.prepare(source, WANTED)
     assert (source / "horovod/tensorflow/CMakeLists.txt").read_text() == "a\nb\n"
     assert HEADER + "namespace stream_executor {" in (source / "horovod/tensorflow/mpi_ops.cc").read_text()
     with pytest.raises(TrainingError, match=r"CMakeLists.txt should have 'list\(APPEND .*' once, and has it 0 times"):
-        source_lib.prepare(source, WANTED)
+        workspace.prepare(source, WANTED)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from tfdist.data import spec_file
 from tfdist.data.augmentation import ops
 from tfdist.doctor import checkpoints as doctor
 from tfdist.errors import TrainingError
-from tfdist.inference import compatibility, job, output_file, prediction_rows, trained_model
+from tfdist.inference import compatibility, job, prediction_rows, trained_model
 from tfdist.models import build as models
 
 pytest_plugins = ("support.finished_runs",)  # its fixtures
@@ -539,30 +539,30 @@ def test_a_float_is_read_back_as_it_was():
 
 def test_an_output_is_whole_or_not_there(tmp_path):
     path = tmp_path / "x.csv"
-    with pytest.raises(KeyboardInterrupt), output_file.OutputFile(str(path)) as file:
+    with pytest.raises(KeyboardInterrupt), prediction_rows.OutputFile(str(path)) as file:
         file.write("half")
         assert list(tmp_path.iterdir())
         raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
-    with output_file.OutputFile(str(path)) as file:
+    with prediction_rows.OutputFile(str(path)) as file:
         file.write("all")
         assert not path.exists()
     assert path.read_text() == "all" and list(tmp_path.iterdir()) == [path]
     with refused(r"x.csv is there already: give --overwrite"):
-        output_file.OutputFile(str(path)).check()
+        prediction_rows.OutputFile(str(path)).check()
     with refused("is a folder: give the name of a file"):
-        output_file.OutputFile(str(tmp_path)).check()
+        prediction_rows.OutputFile(str(tmp_path)).check()
     with refused("/dev/null is no ordinary file: give another name, or - for standard output"):
-        output_file.OutputFile("/dev/null", overwrite=True).check()
+        prediction_rows.OutputFile("/dev/null", overwrite=True).check()
     with refused("none is no folder: choose another one, or make it first"):
-        output_file.OutputFile(str(tmp_path / "none" / "x.csv")).check()
+        prediction_rows.OutputFile(str(tmp_path / "none" / "x.csv")).check()
 
 
 def test_an_output_that_cannot_be_written(monkeypatch, tmp_path):
     def full(text):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    file = output_file.OutputFile(str(tmp_path / "x.csv"))
+    file = prediction_rows.OutputFile(str(tmp_path / "x.csv"))
     with pytest.raises(TrainingError, match=r"x.csv cannot be written \(No space left on device\)"), file:
         file.write("begun")
         monkeypatch.setattr(file, "_file", types.SimpleNamespace(write=full, close=file._file.close))

@@ -10,7 +10,7 @@ from support import training_cases
 import tfdist
 from tfdist.config import Optimizer
 from tfdist.errors import UserError
-from tfdist.models import layerwise_rates, optimizers
+from tfdist.models import optimizers
 
 L = keras.layers
 
@@ -31,8 +31,8 @@ def nested():
 
 def found(model, rates, decay=1.0):
     """Factor by the name of the innermost layer."""
-    given = layerwise_rates.factors(model, rates, decay)
-    return {chain[-1]: factor for (_, chain), factor in zip(layerwise_rates._owned(model), given, strict=True)}
+    given = optimizers.layer_factors(model, rates, decay)
+    return {chain[-1]: factor for (_, chain), factor in zip(optimizers._owned(model), given, strict=True)}
 
 
 def test_the_decay_goes_down_from_the_output_by_layers_and_blocks():
@@ -51,12 +51,12 @@ def test_patterns_are_for_layers_paths_and_variables_and_the_last_counts():
     by_layer = found(model, {"*": 2.0, "head": 10.0, "block?_first": 0.1, "body/*": 3.0, "look": 4.0}, 0.5)
     assert by_layer["head"] == 10 and by_layer["block1_first"] == 0.1 * 0.5**5
     assert by_layer["wide"] == 3 * 0.5**4 and by_layer["value"] == 4 * 0.5**2 and by_layer["tokens"] == 2 * 0.5**7
-    factors = layerwise_rates.factors(model, {"*": 1.0, "bias": 5.0})
+    factors = optimizers.layer_factors(model, {"*": 1.0, "bias": 5.0})
     for variable, factor in zip(model.trainable_variables, factors, strict=True):
         assert factor == (5 if variable.name == "bias" else 1)
-    assert layerwise_rates.factors(model, {"head": 1.0}) == ()
+    assert optimizers.layer_factors(model, {"head": 1.0}) == ()
     assert (
-        layerwise_rates.describe(model, layerwise_rates.factors(model, {"head": 10.0}, 0.5))
+        optimizers.describe_factors(model, optimizers.layer_factors(model, {"head": 10.0}, 0.5))
         == "x0.00781 (tokens) to x10 (head)"
     )
 
@@ -64,7 +64,7 @@ def test_patterns_are_for_layers_paths_and_variables_and_the_last_counts():
 def test_weights_of_the_model_itself_are_the_lowest():
     model = training_cases.Subclassed()
     model(np.zeros((1, 4, 4, 1), "float32"))
-    by_name = dict(zip([v.path for v in model.trainable_variables], layerwise_rates.factors(model, {}, 0.5)))
+    by_name = dict(zip([v.path for v in model.trainable_variables], optimizers.layer_factors(model, {}, 0.5)))
     assert sorted(by_name.values()) == [0.25, 0.5, 0.5, 1, 1]
     assert next(f for path, f in by_name.items() if path.endswith("unused")) == 0.25
 
@@ -77,7 +77,7 @@ def test_weights_of_the_model_itself_are_the_lowest():
 ])  # fmt: skip
 def test_what_cannot_be(rates, decay, message):
     with pytest.raises(UserError, match=message):
-        layerwise_rates.factors(nested(), rates, decay)
+        optimizers.layer_factors(nested(), rates, decay)
 
 
 RATES = {"dense*": 3.0, "last": 0.2}

@@ -22,7 +22,7 @@ from tfdist.data.batch_layout import Layout, fetch, host_slices
 from tfdist.data.datasets import registry
 from tfdist.distributed import connect
 from tfdist.models import build as models
-from tfdist.models import layerwise_rates, optimizers
+from tfdist.models import optimizers
 from tfdist.topology import environment, program
 
 
@@ -62,7 +62,7 @@ def on_mesh(experiment, replicas):
     distribution = program.distribution(replicas, "CPU", "a test")
     model, source, epochs = built(experiment, distribution)
     train = experiment.train
-    factors = layerwise_rates.factors(
+    factors = optimizers.layer_factors(
         model, field_syntax.layer_rates(experiment.optimizer), experiment.optimizer.layer_decay
     )
     layout = Layout(train.batch_size, replicas, train.accumulate, static=True)

@@ -127,7 +127,7 @@ class Optimizer:
     layer_rates: str = ""
     """Factors on rate and weight decay by patterns for layers, such as `head*=10, block1_*=0.1`; the last counts."""
     layer_decay: float = 1.0
-    """Factor on both from each layer or block to the one below it; 1 for none (see models/layerwise_rates.py)."""
+    """Factor on both from each layer or block to the one below it; 1 for none (see models/optimizers.py)."""
     clip_norm: float = 0.0
     """Bound on the norm of the whole gradient, summed over all replicas; 0 for none."""
     reduce_dtype: str = "float32"

@@ -1,4 +1,4 @@
-"""From flags, devices and workers to a `Distribution` that has been started."""
+"""From flags, devices and workers to the choice of a strategy, and to a `Distribution` that has been started."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tfdist.cluster import discovery, registration
+from tfdist.cluster.discovery import HOROVODRUN, Cluster
 from tfdist.cluster.peers import Peers
 from tfdist.config import cpu_kernels, messages, packages
 from tfdist.config.keywords import checked_keywords
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import PlacementOptions
-from tfdist.distributed import gpus, strategy_choice, tf_devices, tpu_host
+from tfdist.distributed import gpus, tf_devices, tpu_host
 from tfdist.distributed.distribution import Distribution
+from tfdist.distributed.gpus import Selection
 from tfdist.distributed.strategies import horovod, multi_worker, tpu
 from tfdist.distributed.strategies.local import default, mirrored
 from tfdist.errors import UserError
@@ -35,7 +37,7 @@ class Placement:
     survey: gpus.Survey
     selection: gpus.Selection
     cluster: discovery.Cluster
-    choice: strategy_choice.StrategyChoice
+    choice: StrategyChoice
 
     @property
     def replicas(self) -> int:
@@ -54,7 +56,7 @@ def locate(options: PlacementOptions) -> Placement:
     selection = gpus.select("none" if options.uses_cpu else options.devices, survey, os.environ)
     if workers.source != discovery.LAUNCH:  # which has divided them
         selection = gpus.share(selection, workers.local_rank, workers.local_size)
-    choice = strategy_choice.choose(options, selection, workers, os.environ)
+    choice = choose(options, selection, workers, os.environ)
     if choice.name == "multi_worker":  # those of Horovod get a secret from it
         discovery.check_secret(workers, options.insecure)
     return Placement(options, survey, selection, workers, choice)
@@ -254,3 +256,67 @@ def current(strategy: tf.distribute.Strategy) -> Distribution:
     own = [one for one in _IN_ORDER if one.strategy is strategy and one.name not in ("default", "horovod")]
     connected = own or _IN_ORDER
     return connected[-1] if connected else default("tfdist.connect() was not called")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StrategyChoice:
+    """A strategy by name, and the reason in words for a person."""
+
+    name: str
+    reason: str
+    replicas: int  # replicas in this process, as far as known without TensorFlow
+
+
+def choose(
+    options: PlacementOptions, selection: Selection, cluster: Cluster, environ: Mapping[str, str]
+) -> StrategyChoice:
+    """Applies the rules of `--strategy=auto`, or checks an explicit choice; raises UserError if it cannot run here."""
+    virtual = options.virtual_devices
+    devices = virtual or max(1, len(selection.gpus))
+    what = f"{virtual} virtual CPU devices" if virtual else f"{len(selection.gpus)} GPUs" if selection.gpus else "1 CPU"
+    name, reason = options.strategy, "asked for"
+    if name == "auto":
+        name, reason = _automatic(devices, what, options, cluster, environ)
+    if name == "tpu" and cluster.size > 1:
+        raise UserError(
+            f"--strategy=tpu drives all cores from one process and there are {cluster.size} workers ({cluster.source})",
+            "start one process",
+        )
+    if name == "tpu" and (problem := tpu_host.problem()):
+        raise UserError(f"--strategy=tpu cannot run here: {problem}")
+    if name in ("default", "mirrored") and cluster.size > 1:
+        what = f"--strategy={name} trains in one process and there are {cluster.size} workers ({cluster.source})"
+        raise UserError(what, "use --strategy=multi_worker, or start one process")
+    if name == "multi_worker" and cluster.source == HOROVODRUN:
+        what = "--strategy=multi_worker under horovodrun has no addresses"
+        raise UserError(what, "use --strategy=horovod, or python -m tfdist.launch")
+    if name == "horovod" and devices > 1:
+        raise UserError(
+            f"--strategy=horovod uses one device per process, this one has {what}",
+            "start as many processes, or pick one with --devices",
+        )
+    if name == "mirrored" and devices < 2 and not selection.opaque:
+        what = f"--strategy=mirrored needs at least 2 devices, found 1 ({'1 GPU' if selection.gpus else 'the CPU'})"
+        raise UserError(what, "use --virtual_devices=2 to split the CPU, or --strategy=default")
+    return StrategyChoice(name, reason, devices if name in ("mirrored", "multi_worker") else 1)
+
+
+def _automatic(
+    devices: int, what: str, options: PlacementOptions, cluster: Cluster, environ: Mapping[str, str]
+) -> tuple[str, str]:
+    if cluster.source == HOROVODRUN:
+        return "horovod", "started by horovodrun (HOROVOD_RANK is set)"
+    if cluster.size > 1:
+        return "multi_worker", f"there are {cluster.size} workers ({cluster.source})"
+    if options.virtual_devices:  # somebody asks for this machine's CPU, whatever else there is
+        return ("mirrored" if devices > 1 else "default"), f"{what} here"
+    if options.tpu != "local":
+        return "tpu", f"--tpu={options.tpu} asks for it"
+    without = ""
+    if options.devices == "all":  # else somebody asks for GPUs, or for the CPU
+        hint = tpu_host.hint(environ)
+        problem = tpu_host.problem() if hint else ""
+        if hint and not problem:
+            return "tpu", f"{hint} says that there is a TPU"
+        without = f"; not tpu, though {hint} says that there is one: {problem}" if hint else ""
+    return ("mirrored" if devices > 1 else "default"), f"{what} here{without}"

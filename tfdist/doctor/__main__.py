@@ -26,7 +26,7 @@ from tfdist.cluster import addresses
 from tfdist.config import buckets, runtime_options, validation
 from tfdist.config.commands import command_line
 from tfdist.distributed import gpus, tpu_host
-from tfdist.doctor import checkpoints, display, machine, packages, tensorflow_probe, workers
+from tfdist.doctor import checkpoints, display, machine, tensorflow_probe, workers
 from tfdist.doctor.check import FAIL, Check, Finding, later, run, worst
 from tfdist.errors import UserError
 
@@ -58,7 +58,7 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
     seconds = max(options.time_limit - _LEFT_S, options.time_limit / 2)
     until = time.monotonic() + seconds
     folder, workdir = options.folder, options.workdir
-    here, versions, keep = machine.look(machine.groups()), packages.versions(), options.experiment.checkpoint.keep
+    here, versions, keep = machine.look(machine.groups()), machine.versions(), options.experiment.checkpoint.keep
     newest = checkpoints.newest_size(folder / "checkpoints") if workdir else 0
     find_saved = partial(checkpoints.examine, folder / "checkpoints") if workdir else list
     if buckets.is_url(workdir):
@@ -77,10 +77,10 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
     checks = [
         Check("driver", lambda: tensorflow_probe.driver(survey.result()), "nvidia-smi hangs in the driver: reboot"),
         Check("tensorflow", lambda: tensorflow_probe.tensorflow(answer.result(), survey.result(), environ)),
-        Check("packages", packages.conflicts),
-        Check("keras", lambda: packages.backend(environ)),
-        Check("horovod", lambda: packages.horovod(needed=getattr(place.result().choice, "name", "") == "horovod")),
-        Check("tpu", lambda: packages.tpu(environ)),
+        Check("packages", machine.conflicts),
+        Check("keras", lambda: machine.backend(environ)),
+        Check("horovod", lambda: machine.horovod(needed=getattr(place.result().choice, "name", "") == "horovod")),
+        Check("tpu", lambda: machine.tpu(environ)),
         Check("workers", lambda: place.result().findings),
         Check("ports", ports),
         Check("cores", lambda: machine.cores(here)),

@@ -13,8 +13,8 @@ from tfdist.cluster import discovery, env_vars, wire
 from tfdist.cluster.addresses import Address, join, split
 from tfdist.cluster.discovery import ALONE, Cluster
 from tfdist.config.runtime_options import STRATEGIES, PlacementOptions
-from tfdist.distributed import gpus, strategy_choice, tpu_host
-from tfdist.distributed.strategy_choice import StrategyChoice
+from tfdist.distributed import connect, gpus, tpu_host
+from tfdist.distributed.connect import StrategyChoice
 from tfdist.doctor.check import Finding, fail, ok, refused, warn
 from tfdist.errors import UserError
 
@@ -54,9 +54,7 @@ def find(options: PlacementOptions, survey: gpus.Survey, environ: Mapping[str, s
         selection = gpus.share(selection, workers.local_rank, workers.local_size)
     if refusals:
         return Place(workers, None, {}, findings)
-    choose = lambda name: strategy_choice.choose(
-        dataclasses.replace(options, strategy=name), selection, workers, environ
-    )
+    choose = lambda name: connect.choose(dataclasses.replace(options, strategy=name), selection, workers, environ)
     choice = None
     try:
         choice = choose(options.strategy)

@@ -17,7 +17,7 @@ from absl import flags
 
 from tfdist.config.messages import logger
 from tfdist.inference import compatibility, job
-from tfdist.inference.output_file import OutputFile
+from tfdist.inference.prediction_rows import OutputFile
 
 
 def _run(values: flags.FlagValues) -> int:

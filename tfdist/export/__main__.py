@@ -45,10 +45,9 @@ def export(asked: trained_model.ModelRequest, formats: list[str], output: pathli
 
     connect.create(connect.locate(runtime_options.PlacementOptions(strategy="default", devices="none")))
     from tfdist.export import formats as formats_lib
-    from tfdist.export import original as original_lib
     from tfdist.monitoring import recorder
 
-    original = original_lib.load(asked, experiment)
+    original = formats_lib.load_original(asked, experiment)
     temporary = output.parent / f".{output.name}.{os.getpid()}"
     try:
         temporary.mkdir()

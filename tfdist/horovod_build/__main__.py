@@ -21,7 +21,7 @@ from tfdist.distributed import horovod_install
 from tfdist.distributed.horovod_install import VERSION, Build
 from tfdist.errors import TrainingError, UserError
 from tfdist.horovod_build import requirements
-from tfdist.horovod_build import source as source_lib
+from tfdist.horovod_build import workspace as workspace_lib
 from tfdist.horovod_build.workspace import LIMIT_S, Workspace
 
 
@@ -37,7 +37,7 @@ def ensure(operations: tuple[str, ...], sdist: str = "") -> str:
         return there
     archive = pathlib.Path(sdist).absolute() if sdist else None
     if archive:
-        source_lib.check(archive)
+        workspace_lib.check_archive(archive)
     tools, folder = requirements.find(wanted), _folder()
     with local_files.locked(folder / "lock", "another build of Horovod", LIMIT_S):
         if there := _already(wanted):  # somebody else's build, after a wait
@@ -63,8 +63,8 @@ def _build(workspace: Workspace, wanted: Build, archive: pathlib.Path | None) ->
     """Compiles Horovod, tries whether it loads, and installs it."""
     what = f"building Horovod {VERSION} for {_describe(wanted)}"
     logger.info(f"{what}: about 2 minutes on two cores, the log is {workspace.log}")
-    source = source_lib.unpack(archive or workspace.download(), workspace.folder / "source")
-    source_lib.prepare(source, wanted)
+    source = workspace_lib.unpack(archive or workspace.download(), workspace.folder / "source")
+    workspace_lib.prepare(source, wanted)
     wheel = workspace.compile(source)
     if not workspace.loads(wheel):
         raise TrainingError(f"Horovod is built and does not load: {workspace.last_line()}: the log is {workspace.log}")
@@ -117,7 +117,7 @@ def main() -> None:
     """Entry point of `python -m tfdist.horovod_build`."""
     flags.DEFINE_bool("mpi", False, "Build with MPI too, for a start by mpirun; needs mpicxx and mpirun.")
     flags.DEFINE_bool("nccl", False, "Build with NCCL too, for GPUs; needs the CUDA toolkit and NCCL with its header.")
-    flags.DEFINE_string("sdist", "", f"Path of {source_lib.ARCHIVE}, for a machine without a network.")
+    flags.DEFINE_string("sdist", "", f"Path of {workspace_lib.ARCHIVE}, for a machine without a network.")
     command_line.main(_run, command_line.parse_own, "interrupted, Horovod is not built")
 
 

@@ -1,19 +1,23 @@
-"""A temporary folder where Horovod is fetched, compiled, tried and installed from, by pip. No TensorFlow."""
+"""A folder in which the released Horovod is fetched, edited, compiled, tried and installed from. No TensorFlow."""
 
 import contextlib
+import dataclasses
+import hashlib
+import json
 import os
 import pathlib
 import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 
 from tfdist.config.messages import logger
+from tfdist.distributed import horovod_install
 from tfdist.distributed.horovod_install import VERSION
 from tfdist.errors import TrainingError, UserError
-from tfdist.horovod_build import source as source_lib
 
 LIMIT_S = 3600.0  # seconds for one program, such as the compilation. On one slow core that takes minutes, not an hour
 TICK_S = 20.0  # how often somebody who watches hears how far a program is
@@ -29,16 +33,16 @@ class Workspace:
     def download(self) -> pathlib.Path:
         """Has pip fetch the source, and compare the digest before any of it runs."""
         wanted = self.folder / "requirements.txt"
-        wanted.write_text(f"horovod=={VERSION} --hash=sha256:{source_lib.SHA256}\n")
+        wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
         arguments = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes")
         if self._pip("download", *arguments, "--dest", self.folder, "--requirement", wanted):
             if "DO NOT MATCH THE HASHES" in self._text():
-                released = f"the released one, whose SHA-256 is {source_lib.SHA256}"
+                released = f"the released one, whose SHA-256 is {SHA256}"
                 fix = f"look at pip config list, or give --sdist=PATH; the log is {self.log}"
-                raise UserError(f"the {source_lib.ARCHIVE} that pip fetches is not {released}", fix)
-            fix = f"without a network, give --sdist={source_lib.ARCHIVE}; the log is {self.log}"
+                raise UserError(f"the {ARCHIVE} that pip fetches is not {released}", fix)
+            fix = f"without a network, give --sdist={ARCHIVE}; the log is {self.log}"
             raise UserError(f"pip cannot fetch horovod=={VERSION} ({self._pip_error()})", fix)
-        return self.folder / source_lib.ARCHIVE
+        return self.folder / ARCHIVE
 
     def compile(self, source: pathlib.Path) -> pathlib.Path:
         """Compiles the source; returns the path of the wheel."""
@@ -133,3 +137,66 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+ARCHIVE = f"horovod-{horovod_install.VERSION}.tar.gz"
+SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"  # checksum of the archive that pip delivers
+
+
+_STREAM_HEADER = '#include "tensorflow/stream_executor/stream.h"\n#endif // TENSORFLOW_VERSION >= 2011000000\n'
+
+EDITS = (  # of a file, the text that stands there once, and what it becomes
+    # It registers Horovod with XLA, through headers that have moved. Horovod uses it only on request.
+    (
+        "horovod/tensorflow/CMakeLists.txt",
+        'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
+        "",
+    ),
+    # TensorFlow no longer exports this function. Builds with NCCL compile without it, and then do not load.
+    (
+        "horovod/tensorflow/mpi_ops.cc",
+        _STREAM_HEADER,
+        _STREAM_HEADER
+        + "namespace stream_executor {\nnamespace gpu {\n"
+        + "inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {\n"
+        + "  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);\n}\n"
+        + "} // namespace gpu\n} // namespace stream_executor\n",
+    ),
+    # The stamp becomes a file of the package, so that pip removes it with the rest.
+    ("setup.cfg", "[egg_info]", f"[options.package_data]\nhorovod = {horovod_install.STAMP}\n\n[egg_info]"),
+)
+
+
+def check_archive(path: pathlib.Path) -> None:
+    """Makes sure that a file is the released archive."""
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UserError(f"--sdist={path} cannot be read ({error.strerror})", f"give the path of {ARCHIVE}") from None
+    if digest != SHA256:
+        what = f"--sdist={path} is not the released {ARCHIVE}: its SHA-256 is {digest}, not {SHA256}"
+        raise UserError(what, "download it again")
+
+
+def unpack(archive: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Unpacks the archive below `folder`; returns the folder of the source."""
+    # The first releases of Python 3.10 and 3.11 have no filter; the digest vouches for the archive.
+    filtered: dict = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, **filtered)
+    return folder / f"horovod-{horovod_install.VERSION}"
+
+
+def prepare(source: pathlib.Path, wanted: horovod_install.Build) -> None:
+    """Makes the edits, and adds the stamp that says what the build is for."""
+    for name, old, new in EDITS:
+        path = source / name
+        text = path.read_text() if path.is_file() else ""
+        if text.count(old) != 1:
+            raise TrainingError(
+                f"the source of Horovod {horovod_install.VERSION} is not as expected: "
+                f"{name} should have {old.splitlines()[0]!r} once, and has it {text.count(old)} times"
+            )
+        path.write_text(text.replace(old, new))
+    stamp = json.dumps(dataclasses.asdict(wanted), indent=1)
+    (source / "horovod" / horovod_install.STAMP).write_text(f"{stamp}\n")

@@ -18,7 +18,7 @@ from tfdist.config.commands import command_line
 from tfdist.config.messages import logger
 from tfdist.errors import Interrupted, UserError
 from tfdist.inference import compatibility, trained_model
-from tfdist.inference.output_file import STDOUT, OutputFile
+from tfdist.inference.prediction_rows import STDOUT, OutputFile
 from tfdist.inference.trained_model import ModelRequest
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from absl import flags
 from tfdist.config.messages import logger
 from tfdist.errors import UserError
 from tfdist.inference import compatibility, job, prediction_rows
-from tfdist.inference.output_file import STDOUT, OutputFile
+from tfdist.inference.prediction_rows import STDOUT, OutputFile
 
 
 def _run(values: flags.FlagValues) -> int:

@@ -33,7 +33,7 @@ class TrainingOptions:
     reduce_dtype: str = "float32"  # type in which gradients travel between replicas
     norm: bool = False  # compute the gradient norm of the last update
     factors: tuple[float, ...] = ()
-    """Learning rate multiplier of each trainable variable, as `layerwise_rates` gives them; none for 1."""
+    """Learning rate multiplier of each trainable variable, as `optimizers.layer_factors` gives them; none for 1."""
     sliced: SlicedState | None = None  # the optimizer's state, where replicas have slices of it
 
 

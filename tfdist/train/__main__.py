@@ -15,7 +15,7 @@ from absl import flags
 
 from tfdist import config
 from tfdist.config import runtime_options, schedule, validation
-from tfdist.config.commands import command_line, config_files, standard_streams
+from tfdist.config.commands import command_line, standard_streams
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _run(
 
 def _main(argv: list[str]) -> int:
     if flags.FLAGS.list:
-        print(config_files.listing())
+        print(command_line.listing())
         return 0
     if flags.FLAGS.print_config:
         validation.validate(flags.FLAGS.config)

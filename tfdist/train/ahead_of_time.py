@@ -10,7 +10,7 @@ from tfdist.config import field_syntax
 from tfdist.config.messages import sized
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed import connect
-from tfdist.distributed.strategy_choice import StrategyChoice
+from tfdist.distributed.connect import StrategyChoice
 from tfdist.errors import UserError
 from tfdist.topology import compiler, environment, known
 
@@ -139,7 +139,7 @@ def _export(prepared: Preparation, distribution: Distribution) -> Program:
     """Returns the program of an update of this experiment, as in `fit`."""
     from tfdist.data import sources
     from tfdist.keras_bridge import preconditions
-    from tfdist.models import layerwise_rates
+    from tfdist.models import optimizers
     from tfdist.topology import program
 
     train, optimizer = prepared.experiment.train, prepared.experiment.optimizer
@@ -147,6 +147,6 @@ def _export(prepared: Preparation, distribution: Distribution) -> Program:
     preconditions.model_fits(model, distribution, train.accumulate)
     if prepared.class_weights:
         source = sources.weigh_classes(source, prepared.class_weights)
-    factors = layerwise_rates.factors(model, field_syntax.layer_rates(optimizer), optimizer.layer_decay)
+    factors = optimizers.layer_factors(model, field_syntax.layer_rates(optimizer), optimizer.layer_decay)
     sizes = train.batch_size, train.accumulate
     return program.export(model, source, distribution, *sizes, optimizer.reduce_dtype, tuple(factors))

@@ -21,7 +21,7 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.gpus import DriverGPU
 from tfdist.errors import UserError, shown
 from tfdist.keras_bridge import keras_internals, zero
-from tfdist.models import layerwise_rates
+from tfdist.models import optimizers
 from tfdist.step import step_calls
 from tfdist.topology import known
 from tfdist.train import ahead_of_time, early_stopping
@@ -117,7 +117,7 @@ def lines(
     micro = f" in {plan.accumulate} micro-batches of {layout.max_micro_rows}" if plan.accumulate > 1 else ""
     every = "every epoch" if plan.eval_every == 1 else f"every {plan.eval_every} epochs"
     size = f"{sized(needs.total)} per replica: weights {sized(needs.weights)}, gradients {sized(needs.gradients)},"
-    factors = layerwise_rates.factors(model, field_syntax.layer_rates(optimizer), optimizer.layer_decay)
+    factors = optimizers.layer_factors(model, field_syntax.layer_rates(optimizer), optimizer.layer_decay)
     rows = [
         ("data", f"{experiment.data.name}, {plan.examples:,} examples, {list(data.spec.shape)} {data.spec.dtype}"),
         ("batches", batches + (f", the last of {tail}" if tail else "")),
@@ -126,7 +126,7 @@ def lines(
         ("checkpoints", "none" if checkpoint.every == "off" else f"every {checkpoint.every}, {checkpoint.keep} kept"),
         ("optimizer", f"{optimizer.name}, {optimizer.schedule}"),
         ("rate", _rates(keras_internals.rate_setting(keras_internals.inner_optimizer(model.optimizer)), plan)),
-        *([("", layerwise_rates.describe(model, factors))] if factors else []),
+        *([("", optimizers.describe_factors(model, factors))] if factors else []),
         ("model", f"{experiment.model.name}, {model.count_params():,} parameters, {train.precision}"),
         ("memory", size),
         ("", f"optimizer {sized(needs.optimizer)}; activations come on top"),

@@ -105,7 +105,7 @@ def fit(
         with; callbacks' `on_epoch_end` sees them, too. Keras' fit validates the weights as they are.
       lr_multipliers: factors on the optimizer's learning rate and weight decay, by pattern for names of layers:
         `{"head*": 10.0}`.
-      layer_decay: factor on both from each layer to the one below it; see `layerwise_rates.factors`.
+      layer_decay: factor on both from each layer to the one below it; see `optimizers.layer_factors`.
       zero_stage: 1 to keep a slice of the optimizer's state on each replica, with the same result; for optimizers of
         Keras that update each element by itself. Outside of `fit` the state is whole. 0 for all of it on each.
       check_agreement: with several replicas, compute a few rows on one replica and on all before the first update, and

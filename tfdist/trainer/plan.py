@@ -23,7 +23,7 @@ from tfdist.distributed import arithmetic
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import preconditions
-from tfdist.models import layerwise_rates
+from tfdist.models import optimizers
 from tfdist.step import step_calls
 from tfdist.step.step import Step
 from tfdist.trainer import agreement
@@ -161,7 +161,7 @@ def plan_training(model: keras.Model, source: sources.Source, options: FitOption
         validation = Evaluation(model, data, distribution, rows, steps, options.virtual_replicas)
     factors: tuple[float, ...] = ()
     if options.lr_multipliers or options.layer_decay != 1:
-        factors = layerwise_rates.factors(model, options.lr_multipliers or {}, options.layer_decay)
+        factors = optimizers.layer_factors(model, options.lr_multipliers or {}, options.layer_decay)
     training_state.separate_streams(model, distribution, apart=not options.virtual_replicas)
     updates_per_epoch = options.steps_per_epoch or feed.batches or None
     callbacks = on_this_worker(
