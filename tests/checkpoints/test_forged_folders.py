@@ -191,14 +191,14 @@ def test_other_files_of_another_shape(text, folder):
 @pytest.mark.parametrize(
     "field, value, why",
     [
-        ("classes", math.inf, "it has inf instead of a whole number"),
+        ("classes", math.inf, "it has inf instead of an integer"),
         ("classes", 2**63, "it has classes=9223372036854775808"),
-        ("classes", {}, "it has {} instead of a whole number"),
-        ("classes", True, "it has True instead of a whole number"),
+        ("classes", {}, "it has {} instead of an integer"),
+        ("classes", True, "it has True instead of an integer"),
         ("classes", 0, "it has classes=0"),
         ("shape", 3, "it has 3 instead of a list"),
         ("shape", [-1], "it has shape=(-1,)"),
-        ("shape", [8, "8"], "it has '8' instead of a whole number"),
+        ("shape", [8, "8"], "it has '8' instead of an integer"),
         ("maximum", None, "it has None instead of a number"),
         ("dtype", "uint", "it has dtype='uint'"),
         ("names", [1], "it has 1 instead of a text"),

@@ -202,7 +202,7 @@ def test_a_dry_run_looks_whether_the_folder_could_be_made(begun, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     before = names(tmp_path)
     for path in ("file", "file/x"):
-        with pytest.raises(UserError, match=r"cannot be written \(\S+/file is no folder\): choose another folder"):
+        with pytest.raises(UserError, match=r"cannot be written \(\S+/file is not a folder\): choose another folder"):
             RunFolder(str(tmp_path / path), writes=False).could_be_created()
     with pytest.raises(UserError, match=r"is in use by another run \(process \d+ on "):
         RunFolder(str(begun.path), writes=False).could_be_created()

@@ -52,7 +52,7 @@ def test_node(environ, expected):
     (env("PET_NNODES=2"), "PET_NODE_RANK and PET_MASTER_ADDR are not set beside PET_NNODES=2"),
     (KUBEFLOW | {"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is an elastic job, whose number of nodes changes: give one"),
     (KUBEFLOW | {"PET_NODE_RANK": "2"}, "PET_NODE_RANK=2 is outside PET_NNODES=2"),
-    (KUBEFLOW | {"PET_NPROC_PER_NODE": "many"}, "PET_NPROC_PER_NODE=many is not a whole number of at least 1"),
+    (KUBEFLOW | {"PET_NPROC_PER_NODE": "many"}, "PET_NPROC_PER_NODE=many is not an integer of at least 1"),
     (env("SM_HOSTS=[]"), "SM_CURRENT_HOST is not set beside SM_HOSTS=[]"),
     (env("SM_CURRENT_HOST=a", SM_HOSTS="a, b"), "SM_HOSTS=a, b is not a JSON list of host names"),
     (env("SM_CURRENT_HOST=a", SM_HOSTS="[" * 100_000), f"SM_HOSTS={'[' * 100} is not a JSON list of host names"),

@@ -281,7 +281,7 @@ def test_strangers_do_not_keep_the_workers_apart(member, master, port):
     chief = member(0, master=master, constants={"PATIENCE_S": 0.05})
     chief.until("waiting for")
     open_ones = strangers(port)
-    connection = wire.connect("127.0.0.1", port)  # knows the protocol, but is no worker
+    connection = wire.connect("127.0.0.1", port)  # knows the protocol, but is not a worker
     connection.send({"rank": "x"})
     assert "this port is used by a job of tfdist" in connection.receive(5)["refused"]
     assert [code for code, _ in ends(chief, member(1, master=master))] == [0, 0]

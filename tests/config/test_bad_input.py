@@ -52,7 +52,7 @@ train.py => flags are written --name=value, and tfdist run train.py trains a scr
 mirrored => unexpected argument 'mirrored': flags are written --name=value
 --config.train.epoch=3 => unknown config field --config.train.epoch: did you mean 'epochs'?
 --config.trian.epochs=3 => unknown config field --config.trian.epochs: did you mean 'train'?
---config.train.epochs=many => flag --config.train.epochs=many: is no whole number: give one, such as 1
+--config.train.epochs=many => flag --config.train.epochs=many: is not an integer: give one, such as 1
 --config.train=3 => flag --config.train=3: is a group of fields: set one of them
 --config=missing.py => --config=missing.py does not exist: give the path of a Python file
 --config missing.py => --config=missing.py does not exist
@@ -72,7 +72,7 @@ mirrored => unexpected argument 'mirrored': flags are written --name=value
     model.weights='a.h5' does not go with a model from a file (text.keras): leave it out
 --config.model.weights=no.h5 => model.weights='no.h5' does not exist
 --config.model.weights=model.ckpt =>
-    model.weights='model.ckpt' is no file of Keras: give a .keras, .weights.h5 or .h5 file
+    model.weights='model.ckpt' is not a Keras file: give a .keras, .weights.h5 or .h5 file
 --config.model.freeze=conv*,,head => model.freeze='conv*,,head' is not understood: write patterns of layer names
 --config.model.freeze=! => model.freeze='!' is not understood
 --config.optimizer.name=adm => unknown optimizer.name 'adm': did you mean 'adam'?
@@ -143,9 +143,9 @@ mirrored => unexpected argument 'mirrored': flags are written --name=value
 --config.model.options=units => model.options='units' is not understood: write name=value, name=value
 --config.name=a/b => name='a/b' becomes a folder
 --config.seed=-1 => seed must be between 0 and
---virtual_devices=0 => --virtual_devices must be a whole number of at least 1, got 0
---virtual_devices=two => flag --virtual_devices=two: is no whole number: give one, such as 1
---threads=0 => --threads must be a whole number of at least 1, got 0
+--virtual_devices=0 => --virtual_devices must be an integer of at least 1, got 0
+--virtual_devices=two => flag --virtual_devices=two: is not an integer: give one, such as 1
+--threads=0 => --threads must be an integer of at least 1, got 0
 --devices=first => --devices=first is not understood: use all, none, driver numbers such as 0,3, or idle:2
 --devices=1,1 => --devices=1,1 names a device twice
 --devices=0 --virtual_devices=2 => --virtual_devices=2 splits the CPU and --devices=0 picks GPUs: use one
@@ -160,7 +160,7 @@ mirrored => unexpected argument 'mirrored': flags are written --name=value
 --start_timeout=0 => --start_timeout must be a positive number of seconds, got 0.0
 --stall_timeout=-3 => --stall_timeout must be a positive number of seconds, got -3.0
 --config.checkpoint.every=often => checkpoint.every='often' is not understood: write 100 steps, 1 epoch
-'--config.checkpoint.every=0 steps' => checkpoint.every='0 steps' is no interval: write off for none
+'--config.checkpoint.every=0 steps' => checkpoint.every='0 steps' is not an interval: write off for none
 --config.checkpoint.keep=0 => checkpoint.keep must be at least 1, got 0
 '--config.checkpoint.best=least loss' => checkpoint.best='least loss' is not understood: write a metric
 --config.train.on_nonfinite=ignore => unknown train.on_nonfinite 'ignore'
@@ -303,7 +303,7 @@ WITH_TENSORFLOW = cases("""
 --profile=880:901 => --profile=880:901 is beyond the run's 900 updates: choose earlier ones
 --dry_run --config.data.name=mnist => data set 'mnist' is not in
 --dry_run --resume=require => --resume=require, and there is no checkpoint in runs/digits/checkpoints
---dry_run --workdir=mine.py => mine.py is no folder): choose another folder
+--dry_run --workdir=mine.py => mine.py is not a folder): choose another folder
 --dry_run '--config.train.class_weight=0=0, 1=0, 2=0, 3=0, 4=0, 5=0, 6=0, 7=0, 8=0, 9=0' => every class the weight 0
 --dry_run --config.train.patience=1 --config.train.monitor=val_auc =>
     train.monitor=val_auc is not measured: choose one of accuracy, loss, val_accuracy, val_loss

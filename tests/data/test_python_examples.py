@@ -104,7 +104,7 @@ def test_what_grain_is_asked_for(load, said):
         (Source(lambda i: (X[i], "cat")), "example 0 of .*: it has a str where numbers are needed"),
         (Source(lambda i: X[i], size=0), "the data set is empty"),
         (Source(lambda i: (X[i], Y[i]), labels=Y[:3]),
-         r"its attribute `labels` must have 20 whole numbers, got int64 \[3"),
+         r"its attribute `labels` must have 20 integers, got int64 \[3"),
         (Source(lambda i: (X[i], Y[i] - 1), labels=Y - 1), "label -1 of example 0"),
     ],
 )  # fmt: skip

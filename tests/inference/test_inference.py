@@ -371,7 +371,7 @@ def test_fractions_for_a_classifier(cache, after, trained):
     data = ("--config.data.name=numpy:d", "--config.data.eval_split=train", f"--config.data.cache={cache}")
     done = after("tfdist.predict" if cache == "stream" else "tfdist.evaluate", "--workdir=run", "--output=-", *data)
     assert done.returncode == 2 and not done.stdout
-    assert "the model classifies, and the targets are not whole numbers: choose other data" in done.stderr
+    assert "the model classifies, and the targets are not integers: choose other data" in done.stderr
 
 
 def test_a_table_with_other_statistics():
@@ -413,7 +413,7 @@ def model(spec):
     assert ".keras on csv:paid.csv, train, 3 examples: loss " in done.stderr
     asked = dataclasses.replace(wanted(tmp_path), changes={"config.data.eval_split": "x"})
     e.data.name = "digits"
-    with refused(r"data.name='digits' is no table, and the model was trained on one: give csv:PATH"):
+    with refused(r"data.name='digits' is not a table, and the model was trained on one: give csv:PATH"):
         job.new_rows(e, table, asked, True)
     e.data.name = "csv:new.csv"
     with refused(r"all rows of another table are taken: leave out --config.data.eval_split"):
@@ -552,9 +552,9 @@ def test_an_output_is_whole_or_not_there(tmp_path):
         prediction_rows.OutputFile(str(path)).check()
     with refused("is a folder: give the name of a file"):
         prediction_rows.OutputFile(str(tmp_path)).check()
-    with refused("/dev/null is no ordinary file: give another name, or - for standard output"):
+    with refused("/dev/null is not a regular file: give another name, or - for standard output"):
         prediction_rows.OutputFile("/dev/null", overwrite=True).check()
-    with refused("none is no folder: choose another one, or make it first"):
+    with refused("none is not a folder: choose another one, or make it first"):
         prediction_rows.OutputFile(str(tmp_path / "none" / "x.csv")).check()
 
 

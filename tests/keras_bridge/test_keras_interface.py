@@ -373,7 +373,7 @@ def test_progress_is_printed_as_by_keras(connect, capsys):
         (dict(batch_size=5, accumulate=3), "batch_size=5 is smaller than 2 replicas x 3 micro-batches: use at least 6"),
         (dict(batch_size=-1), "batch_size must be at least 1, got -1"),
         (dict(accumulate=0), "accumulate must be at least 1, got 0"),
-        (dict(steps_per_call=0), "steps_per_call must be 'auto' or a whole number of at least 1, got 0"),
+        (dict(steps_per_call=0), "steps_per_call must be 'auto' or an integer of at least 1, got 0"),
     ],
 )
 def test_arguments_that_cannot_be(kwargs, message, connect):

@@ -181,7 +181,7 @@ def test_a_weight_of_a_loss_is_as_precise_as_the_loss():
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_a_metric_that_is_updated_by_hand_counts_all(connect, replicas):
-    """As after `predict`. TensorFlow gives each replica a part of a sum, and whole numbers have no halves."""
+    """As after `predict`. TensorFlow gives each replica a part of a sum, and integers have no halves."""
     random = np.random.default_rng(0)
     y, y_pred = random.integers(0, 2, 61), random.integers(0, 2, 61)
     with connect(replicas).scope():

@@ -267,7 +267,7 @@ def test_node_0_that_dies_ends_the_job(node, pair):
 
 
 ELASTIC = ["--master_addr=127.0.0.1", "--nnodes=2:4"]
-NOT_A_RANGE = "--nnodes must be a whole number of at least 1, or MIN:MAX such as 2:4, got "
+NOT_A_RANGE = "--nnodes must be an integer of at least 1, or MIN:MAX such as 2:4, got "
 
 
 @pytest.mark.parametrize("size", [":", "a:b", "2:", ":3", "1:2:3", "-1:2", "2:-1", "2.0:4", "2: 4", "2:9999999999"])
@@ -297,7 +297,7 @@ def test_a_range_of_nodes_that_cannot_be(size, message, planned):  # noqa: F811
 @pytest.mark.parametrize("flags", [["--nnodes="], ["--nnodes=2", "--node_rank="], ["--nnodes=2:4", "--node_rank="]])
 def test_an_empty_number_is_not_taken_for_none(flags, planned):  # noqa: F811
     """It is that of a script whose variable is not set, on all nodes."""
-    with pytest.raises(UserError, match=rf"{flags[-1]}? must be a whole number of at least \d, got nothing$"):
+    with pytest.raises(UserError, match=rf"{flags[-1]}? must be an integer of at least \d, got nothing$"):
         planned(*flags, *ELASTIC[:1], "--", "actor.py")
 
 

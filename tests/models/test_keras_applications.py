@@ -108,7 +108,7 @@ REFUSED = [
     ("ResNet50", Spec((10,), "uint8", 3, 255.0), "",
      r"needs images \[height, width, channels\], the data has shape \[10\]"),
     ("ResNet50", Spec((32, 32, 3), "uint8", None, 255.0), "",
-     "this model classifies, and the targets are not whole numbers"),
+     "this model classifies, and the targets are not integers"),
     ("ResNet50", Spec((32, 32, 3), "uint8", 3, 255.0), "alpha=1",
      r"model.options: keras.*ResNet50 takes no such arguments"),
     ("ResNet50", Spec((32, 32, 3), "uint8", 3, 255.0), "classes=5",

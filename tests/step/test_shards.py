@@ -294,7 +294,7 @@ def own_step():
 
 
 class CountsUpdates(L.Layer):
-    """In whole numbers, as for a weight that grows during the training."""
+    """In integers, as for a weight that grows during the training."""
 
     def build(self, shape):
         self.updates = self.add_weight(shape=(), initializer="zeros", trainable=False, name="updates", dtype="int32")
@@ -400,17 +400,17 @@ def largest(y, outputs):
 
 
 @pytest.mark.parametrize("model, replicas, options, message", [
-    (training_cases.dense, 8, {"virtual_replicas": 4}, "virtual_replicas=4 must be a whole number, and at least the 8"),
-    (training_cases.dense, 1, {"virtual_replicas": -1}, "virtual_replicas=-1 must be a whole number"),
-    (training_cases.dense, 1, {"virtual_replicas": 2.0}, "virtual_replicas=2.0 must be a whole number"),
+    (training_cases.dense, 8, {"virtual_replicas": 4}, "virtual_replicas=4 must be an integer, and at least the 8"),
+    (training_cases.dense, 1, {"virtual_replicas": -1}, "virtual_replicas=-1 must be an integer"),
+    (training_cases.dense, 1, {"virtual_replicas": 2.0}, "virtual_replicas=2.0 must be an integer"),
     (training_cases.dense, 1, {"batch_size": 5}, "batch_size=5 is smaller than 8 virtual replicas: use at least 8"),
     (training_cases.dense, 1, {"reduce_dtype": "float16"}, "reduce_dtype cannot be used with virtual_replicas"),
     (training_cases.batch_norm, 1, {}, "synchronized=True needs the rows of all replicas at once"),
     (own_step, 1, {}, "has its own train_step"),
     (with_layer(OfTensorFlow), 1, {}, "by TensorFlow's RandomStandardNormal, which depend on the device"),
-    (with_layer(Unseeded), 1, {}, "changes a variable that is no state of a layer"),
+    (with_layer(Unseeded), 1, {}, "changes a variable that is not state of a layer"),
     (with_layer(UnseededNowAndThen), 1, {}, "changes a variable that is no|disagree on this model"),
-    (with_layer(ShrinksWeights), 1, {}, "changes a variable that is no state of a layer"),
+    (with_layer(ShrinksWeights), 1, {}, "changes a variable that is not state of a layer"),
     (with_layer(SamplesNegatives), 1, {}, "by TensorFlow's LogUniformCandidateSampler, which depend on the dev"),
     (with_layer(DrawsByPython), 1, {}, r"the model calls Python \(PyFunc\), whose random numbers and counts would"),
     (with_layer(AsksPython), 1, {}, r"the model calls Python \(EagerPyFunc\)"),

@@ -58,7 +58,7 @@ EXCEPTIONS = [
             "test_raise_error_terminate_stops_on_later_batch", "test_retracing", "test_terminate_on_nan_*")),
     Except("train_on_batch, test_on_batch and predict_on_batch are Keras' own, which give every replica all rows",
            "mirrored", ("test_nested_inputs", "test_on_batch_methods_*jit")),
-    Except("the sum that its layer gives to add_loss is no mean over examples, and refused in one line", "mirrored",
+    Except("the sum that its layer gives to add_loss is not a mean over examples, and refused in one line", "mirrored",
            ("test_internal_only_loss",)),
 ]  # fmt: skip
 """At most eight; each is a difference on purpose, or a reason of the test."""

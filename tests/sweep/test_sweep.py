@@ -47,7 +47,7 @@ def test_what_is_asked_for(text, fields):
         ("train.batch=3", "unknown config field --config.train.batch: did you mean 'batch_size'"),
         ("train=3", "train is a group of fields: name one of them"),
         ("name=a,b", "only names runs: leave it out"),
-        ("seed=1,one", "seed must be a whole number, got 'one'"),
+        ("seed=1,one", "seed must be an integer, got 'one'"),
         ("seed=1,1", "gives seed the value 1 twice"),
         ("seed=1; seed=2", "names seed twice"),
         ("data.shuffle=maybe", "data.shuffle must be True or False, got 'maybe'"),
@@ -62,7 +62,7 @@ def test_what_is_asked_for(text, fields):
         ("optimizer.learning_rate=uniform:1:1", "uniform:1:1 must be finite, with LOW < HIGH: write"),
         ("optimizer.learning_rate=uniform:0:inf", "uniform:0:inf must be finite"),
         ("optimizer.learning_rate=log:1e-4", "must be a number, got 'log:1e-4'"),
-        ("seed=uniform:0:1.5", "seed must be a whole number, got '1.5'"),
+        ("seed=uniform:0:1.5", "seed must be an integer, got '1.5'"),
     ],
 )  # fmt: skip
 def test_what_is_refused(text, message):

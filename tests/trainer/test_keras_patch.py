@@ -152,7 +152,7 @@ def test_options_of_tfdist_are_taken_and_misspelled_ones_refused(patched, tmp_pa
 
 def test_batch_norm_is_synchronized_or_left_with_a_warning(patched, said):
     patched(2)
-    assert trained() and any("1 BatchNormalization layers of" in line for line in said)
+    assert trained() and any("synchronized over the replicas (layers: 1)" in line for line in said)
     tfdist.unpatch_keras()
     patched(2, sync_batch_norm=False)
     assert trained() and any("WARNING: sync_batch_norm is off" in line for line in said)

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import sys
 
 import keras
 import numpy as np
@@ -78,17 +79,12 @@ def test_arguments_by_position(connect):
     np.testing.assert_allclose(tfdist.predict(one, X, BATCH, 0, 2), two.predict(X, BATCH, 0, 2), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.whole
-def test_the_former_name_of_x(connect):
+def test_the_former_name_of_x_and_no_data(connect):
     model = made(connect(1))
-    tfdist.fit(model, dataset=(X, Y), verbose=0)
-    by_name = tfdist.evaluate(model, dataset=(X, Y), verbose=0)
-    assert by_name == tfdist.evaluate(model, x=X, y=Y, verbose=0)
-    np.testing.assert_array_equal(tfdist.predict(model, dataset=X, verbose=0), tfdist.predict(model, x=X, verbose=0))
     for call in (tfdist.fit, tfdist.evaluate, tfdist.predict):
-        with pytest.raises(tfdist.UserError, match="dataset is the former name of x: give one of them"):
-            call(model, X, dataset=X)
-        with pytest.raises(tfdist.UserError, match=r"no data given \(got None\)"):
+        with refusals.refused(r"\(\) has no option 'dataset': did you mean 'x'\?"):
+            call(model, dataset=(X, Y))
+        with refusals.refused(r"no data given \(got None\)"):
             call(model)
 
 
@@ -434,7 +430,7 @@ def test_a_generator_goes_on_with_a_warning(connect, tmp_path, said):
         (dict(x=generator(), y=Y), "targets and weights belong into the data set itself when it is a generator"),
         (dict(x=generator(), batch_size=5), "batch_size=5 does not fit a data set of batches of 8"),
         (dict(x=generator(5), epochs=3, steps_per_epoch=5), "the data set ended before the first update of epoch 2"),
-        (dict(x=X, y=Y, batch_size="8"), "batch_size must be a whole number, got '8'"),
+        (dict(x=X, y=Y, batch_size="8"), "batch_size must be an integer, got '8'"),
         (dict(x=Sequence(0)), "the data set is empty"),
         (dict(x=Sequence(None)), "the data set never ends: give steps_per_epoch"),
         (dict(x=Sequence(max_queue_size=0)), "max_queue_size of Sequence must be at least 1, got 0"),
@@ -474,7 +470,7 @@ def test_an_error_shows_the_frames_of_the_user_alone_and_names_arguments(shown, 
     with refusals.refused("^unknown strategy=mirored: choose one of auto, default") as error:
         tfdist.connect("mirored")
     own = [entry for entry in error.traceback if entry.frame.f_globals["__name__"].startswith("tfdist.")]
-    assert (len(own) == 1) == (not shown), "what `connect` is wrapped in"
+    assert len(own) > 1 if shown else len(own) == (sys.version_info < (3, 11)), "what `connect` is wrapped in"
 
 
 def test_a_class_without_a_weight_keeps_1():

@@ -124,7 +124,7 @@ def test_code_without_a_file_is_checked_each_time(connect, capsys):
     [
         ([L.BatchNormalization], keras.Model, r"layer 'batch_normalization.*' normalizes with the rows of its own"),
         ([SumOfSquares], keras.Model, r"add_loss differs by .*, which layer sum_of_squares.* gives: make it a mean"),
-        ([], SumStep, r"what train_step of SumStep computes is no mean over examples"),
+        ([], SumStep, r"what train_step of SumStep computes is not a mean over examples"),
         ([CountsExamples], keras.Model,
          r"the variable 'counts_examples.*/seen' differs by .* after an update: add it up over"),
         pytest.param(*([], UpdatesByHand,

@@ -186,7 +186,7 @@ OF_MEASURES = [
     (KeepsTheLargest, {}, r"metric 'largest' differs by .*: leave it out, use strategy=default, or accept it"),
     (SumsItsLoss, {}, r"add_loss differs by .*, which layer sums_its_loss.* gives: make it a mean over the examples"),
     whole(L.ReLU, {"model": SumStep},
-          r"log 'total' differs by .*: what test_step of SumStep gives is no mean over examples"),
+          r"log 'total' differs by .*: what test_step of SumStep gives is not a mean over examples"),
 ]  # fmt: skip
 OF_PREDICTIONS = [
     *OF_BOTH,

@@ -47,7 +47,7 @@ class ScalesByMaximum(L.Layer):
 
 PROGRAMS = {
     "clip": (Clips, (), "train_step of Clips changes gradients by their size, as a clip does"),
-    "masked loss": (Masks, (), "compute_loss of Masks computes is no mean over examples"),
+    "masked loss": (Masks, (), "compute_loss of Masks computes is not a mean over examples"),
     "add_loss": (keras.Model, (AddsForFew,), "add_loss differs by .* make it a mean over the examples"),
     "maximum": (keras.Model, (ScalesByMaximum,), "the variable '.*' differs by"),
 }

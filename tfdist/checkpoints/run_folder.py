@@ -90,7 +90,7 @@ class RunFolder:
         """Checks what `create` would check, and changes nothing."""
         existing = next(path for path in (self._real, *self._real.parents) if os.path.lexists(path))
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            why = os.strerror(errno.EACCES) if existing.is_dir() else f"{existing} is no folder"
+            why = os.strerror(errno.EACCES) if existing.is_dir() else f"{existing} is not a folder"
             raise UserError(f"--workdir={self.path} cannot be written ({why})", "choose another folder")
         self.lock.check_free()
 

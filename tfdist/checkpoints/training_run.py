@@ -220,7 +220,7 @@ def _assign(variable: keras.Variable, value: float) -> None:
 
 def _plain(name: str, value: Structure) -> object:
     """Returns a metric (by class an array), or what else a callback has put into the logs, as JSON can hold it."""
-    with contextlib.suppress(TypeError, ValueError):  # it is no number and no array of them
+    with contextlib.suppress(TypeError, ValueError):  # it is neither a number nor an array of them
         if np.asarray(value).dtype.kind in "biufV":  # V is bfloat16
             return {"array": np.asarray(value).tolist()} if np.ndim(value) else float(value)
     try:

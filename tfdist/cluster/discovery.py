@@ -120,7 +120,7 @@ def _agreed(environ: Mapping[str, str]) -> Cluster:
         slurm = None
     horovodrun = _counted(environ, HOROVODRUN) if _has(environ, HOROVODRUN) else None
     sources = [c for c in (by_config, by_hand, horovodrun, open_mpi, slurm, pmi) if c]
-    # A node's number is no worker's number where something starts workers on the nodes.
+    # A node's number is not a worker's number where something starts workers on the nodes.
     if all(c.source in (TF_CONFIG, TORCHRUN) and c.local_size == 1 for c in sources):
         node = env_vars.platform_node(environ)
         if node:
@@ -262,7 +262,7 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
         jobs["worker"] = [tasks[i] for i in indices]
     for job, tasks in jobs.items():
         if not isinstance(tasks, list):
-            raise UserError(f"TF_CONFIG's {job} is {json.dumps(tasks)}, which is no list of addresses", "correct it")
+            raise UserError(f"TF_CONFIG's {job} is {json.dumps(tasks)}, which is not a list of addresses", "correct it")
     if len(jobs.get("chief", [])) > 1:
         raise UserError(f"TF_CONFIG names {len(jobs['chief'])} chiefs", "name one, and the others as workers")
     if index >= len(jobs.get(kind, [])):

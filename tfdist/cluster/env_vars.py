@@ -50,12 +50,12 @@ def need(environ: Mapping[str, str], *names: str, beside: str) -> None:
 
 
 def number(environ: Mapping[str, str], name: str, least: int = 0) -> int:
-    """Reads a whole number of at least `least`, 0 where it is not set, or raises UserError."""
+    """Reads an integer of at least `least`, 0 where it is not set, or raises UserError."""
     if name not in environ:
         return 0
     text = environ[name]
     if not re.fullmatch(r"\d{1,18}", text, re.ASCII) or int(text) < least:
-        raise UserError(f"{name}={text} is not a whole number of at least {least}", "correct it")
+        raise UserError(f"{name}={text} is not an integer of at least {least}", "correct it")
     return int(text)
 
 

@@ -77,13 +77,13 @@ class Peers:
             _OPEN.add(self)
 
     def abandon(self) -> None:
-        """Disconnects in a forked child without notice: it is no worker, whatever happens to it.
+        """Disconnects in a forked child without notice: it is not a worker, whatever happens to it.
 
         Its exit handlers would end the run for its parent, or wait for a thread that the child does not have.
         """
         atexit.unregister(self._at_exit)
         self._watch.abandon()
-        self._apart = f"a process that worker {self.rank} has forked is no worker"
+        self._apart = f"a process that worker {self.rank} has forked is not a worker"
         self.release_ports()
 
     @property

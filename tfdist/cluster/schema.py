@@ -22,7 +22,7 @@ def _require(valid: object, value: Any = None) -> Any:
 
 
 def whole(least: int = 0, most: int = 2**31 - 1) -> Reader:
-    """Reads a whole number within limits."""
+    """Reads an integer within limits."""
 
     return lambda value: _require(type(value) is int and least <= value <= most, value)
 

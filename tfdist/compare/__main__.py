@@ -7,8 +7,8 @@ reference is `default` on one device; it runs first, also where it is not asked
 for.
 
 When a run ends with other weights, it and the reference are run once more for
-a few updates in float64 (`weight_distance.check_flags`): a sum over replicas
-that is wrong is wrong there too, and rounding that has grown is not.
+a few updates in float64: a sum over replicas that is wrong is wrong there, too,
+and rounding that has grown is not.
 
 Exit codes: 0 all that ran end with the same; 1 one does not, or failed; 2 the
 input is wrong, or nothing could be compared; 130 or 143 ended by a signal.
@@ -44,7 +44,7 @@ def settings(values: flags.FlagValues) -> runner.Settings:
             raise UserError(f"unknown strategy {name!r} in --strategies{hint}")
     for text in values.replicas:
         if not (text.isascii() and text.isdigit() and int(text) > 0):
-            raise UserError(f"--replicas must be whole numbers of at least 1, such as 2,4: got {text!r}")
+            raise UserError(f"--replicas must be integers of at least 1, such as 2,4: got {text!r}")
     if not values.strategies:
         raise UserError("--strategies names none: give some of " + ",".join(STRATEGIES))
     if not values.time_limit > 0:

@@ -40,7 +40,7 @@ def options(field: str, text: str) -> Options:
 
 
 def _check_finite(name: str, value: object) -> None:
-    """Raises UserError where a literal such as 1e400 is infinite, or whole numbers are beyond those of TensorFlow."""
+    """Raises UserError where a literal such as 1e400 is infinite, or integers are beyond those of TensorFlow."""
     if isinstance(value, (list, tuple, set)):
         for part in value:
             _check_finite(name, part)
@@ -113,9 +113,9 @@ def check_size(name: str, value: float) -> None:
 
 
 def check_whole(name: str, value: object) -> None:
-    """Raises UserError unless `value` is a whole number of at least 1."""
+    """Raises UserError unless `value` is an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
+        raise UserError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
 def _numbers(field: str, text: str) -> dict[str, float]:
@@ -290,7 +290,7 @@ def _augment_step(node: ast.expr, field: str) -> AugmentStep:
         low, high = argument.low, argument.high
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or (argument.whole and not float(value).is_integer()):
-            allowed = "a whole number" if argument.whole else "a number"
+            allowed = "an integer" if argument.whole else "a number"
         elif not low <= value <= high or (argument.above and value == low):
             allowed = f"above {low:g} and at most {high:g}" if argument.above else f"from {low:g} to {high:g}"
         else:

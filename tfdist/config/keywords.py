@@ -1,9 +1,10 @@
-"""Keyword arguments of public functions: misspelt names and former ones; and the tracebacks of their errors."""
+"""Keyword arguments of public functions: misspelt names, and the tracebacks of their errors."""
 
 import functools
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -15,40 +16,34 @@ from tfdist.config import field_syntax, runtime_options
 from tfdist.errors import UserError
 
 _FLAG = re.compile(rf"--(?=(?:{'|'.join(runtime_options.names(runtime_options.PlacementOptions))}|check_agreement)\b)")
+_FORMER_NAMES = {"dataset": "x"}
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def checked_keywords(**former_names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function suggest the right name of a misspelt argument, and accept former names (new by former)."""
+def checked_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a function suggest the right name of a misspelt argument, and name the user's lines alone in its errors."""
+    parameters = tuple(inspect.signature(function).parameters)
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = inspect.signature(function).parameters
-
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> R:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> R:
+        try:
             for name in kwargs:
-                if name not in parameters and name not in former_names:
-                    known = field_syntax.suggest(config.current_name(name), tuple(parameters))
+                if name not in parameters:
+                    known = field_syntax.suggest(_FORMER_NAMES.get(name, config.current_name(name)), parameters)
                     raise UserError(f"{function.__name__}() has no option {name!r}{known}")
-            for former in [former for former in former_names if former in kwargs]:
-                kwargs |= dict(zip(parameters, args))
-                args, name, value = (), former_names[former], kwargs.pop(former)
-                if value is not None and kwargs.get(name) is not None:
-                    raise UserError(f"{former} is the former name of {name}", "give one of them")
-                kwargs[name] = kwargs.get(name) if value is None else value
-            try:
-                return function(*args, **kwargs)
-            except UserError as error:
-                if not (flags.FLAGS.is_parsed() and "strategy" in flags.FLAGS):  # no command has been given
-                    error.what, error.fix = (_FLAG.sub("", text) for text in (error.what, error.fix))
-                if os.environ.get("TFDIST_TRACEBACK") == "full":
-                    raise
-                raise error.with_traceback(_of_user(error.__traceback__)) from None
+            return function(*args, **kwargs)
+        except UserError as error:
+            if not (flags.FLAGS.is_parsed() and "strategy" in flags.FLAGS):  # no command has been given
+                error.what, error.fix = (_FLAG.sub("", text) for text in (error.what, error.fix))
+            if os.environ.get("TFDIST_TRACEBACK") == "full":
+                raise
+            error.__traceback__, error.__suppress_context__ = _of_user(error.__traceback__), True
+            if sys.version_info >= (3, 11):
+                raise  # what is raised by its name has a frame of this function; Python 3.10 would restore all others
+            raise error
 
-        return wrapper
-
-    return decorate
+    return wrapper
 
 
 def _of_user(trace: TracebackType | None) -> TracebackType | None:

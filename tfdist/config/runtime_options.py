@@ -49,7 +49,7 @@ class PlacementOptions:
         for field in ("virtual_devices", "threads"):
             value = getattr(self, field)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise UserError(f"--{field} must be a whole number of at least 1, got {value}")
+                raise UserError(f"--{field} must be an integer of at least 1, got {value}")
             if value is not None and value > MOST_THREADS:
                 raise UserError(f"--{field} must be at most {MOST_THREADS}, got {value}")
         for field in ("start_timeout", "stall_timeout"):

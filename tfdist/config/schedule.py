@@ -43,7 +43,7 @@ class Decay:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """Whole numbers of updates; nothing downstream knows other units."""
+    """Integers of updates; nothing downstream knows other units."""
 
     examples: int  # examples per epoch
     global_batch: int
@@ -180,7 +180,7 @@ def interval(field: str, text: str, per_epoch: int | None = 1, batch: int = 1) -
         raise UserError(f"{field}={text!r} with data of unknown length", "write it in steps or seconds")
     every = duration(field, text, per_epoch or 1, batch, 0)
     if every < 1 and float(known[1]) == 0:
-        raise UserError(f"{field}={text!r} is no interval", "write off for none")
+        raise UserError(f"{field}={text!r} is not an interval", "write off for none")
     return Interval(max(1, every), math.inf)
 
 

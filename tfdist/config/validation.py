@@ -128,7 +128,7 @@ def _types(group: object, above: str = "") -> None:
         if dataclasses.is_dataclass(value) and fits:
             _types(value, f"{name}.")
         elif not fits or (isinstance(value, bool) and kind is not bool):
-            known = {str: "text in quotes", int: "a whole number", float: "a number", bool: "True or False"}
+            known = {str: "text in quotes", int: "an integer", float: "a number", bool: "True or False"}
             words = known.get(kind) or f"a tfdist.config.{kind.__name__}"
             raise UserError(f"{name} must be {words}, got {value!r}")
         elif isinstance(value, (int, float)):
@@ -154,7 +154,7 @@ def _model(model: Model) -> None:
         )
     if model.weights:
         if not model.weights.endswith((config.FILE, ".h5")):
-            what = f"model.weights={model.weights!r} is no file of Keras"
+            what = f"model.weights={model.weights!r} is not a Keras file"
             raise UserError(what, "give a .keras, .weights.h5 or .h5 file")
         _file("model.weights", model.weights)
     if model.freeze and not all(pattern.strip().strip("!") for pattern in model.freeze.split(",")):

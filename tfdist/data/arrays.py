@@ -25,7 +25,7 @@ _SMALL = 1 << 20  # arrays of fewer bytes are copied as TensorFlow does it
 _DECODED = 256  # examples that are decoded together on their way into memory
 _COMPARED = 256  # numbers, and sums of all, of inputs, targets and weights each that workers compare, to rounding
 _PIECE = 1 << 18  # numbers that are summed up together
-_SHADES = 1e6  # unit of the sums of images of whole numbers: ten shades are rounding
+_SHADES = 1e6  # unit of the sums of images of integers: ten shades are rounding
 _LEAST = 0.1  # least unit of the other sums, per number: what is smaller may be the rounding of larger ones
 
 
@@ -70,7 +70,7 @@ class Arrays(Source):
         contents: dict[str, object] = {}
         for name, part in zip(("inputs", "targets", "weights"), unpack(self.columns)):
             columns = [np.asarray(column) for column in keras.tree.flatten(part) if column is not None]
-            # Resized images are rounded to whole numbers, a few of them to other ones on other machines.
+            # Resized images are rounded to integers, a few of them to other ones on other machines.
             rounded = [c.dtype.kind == "f" or (name == "inputs" and c.dtype == np.uint8) for c in columns]
             digests = [_digest(c, max(1, _COMPARED // len(columns)), r) for c, r in zip(columns, rounded)]
             contents[f"checksum of all {name}"] = [checksum for checksum, _ in digests]

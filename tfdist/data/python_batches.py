@@ -38,7 +38,7 @@ class Reader:
     first: tuple | None = None  # its first batch as it is stored, if it has been looked at
 
     def cardinality(self, dataset: tf.data.Dataset) -> int:
-        """Returns the batches of a pass, or one of TensorFlow's two constants for what is no number."""
+        """Returns the batches of a pass, or one of TensorFlow's two constants for what is not a number."""
         return int(dataset.cardinality())
 
     def repeats(self) -> bool:

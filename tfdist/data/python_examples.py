@@ -66,7 +66,7 @@ class Examples:
 
     @property
     def have_classes(self) -> bool:
-        """True if the target is one whole number."""
+        """True if the target is one integer."""
         y = self._first[1] if self._first else None
         return isinstance(y, np.ndarray) and y.ndim == 0 and y.dtype.kind in "iu"
 
@@ -87,7 +87,7 @@ class Examples:
         classes = np.asarray(labels)
         if classes.shape != (self.size,) or classes.dtype.kind not in "iu":
             what = f"got {classes.dtype} {list(classes.shape)}"
-            raise UserError(f"{self._what}: its attribute `labels` must have {self.size:,} whole numbers, {what}")
+            raise UserError(f"{self._what}: its attribute `labels` must have {self.size:,} integers, {what}")
         return classes
 
     def source(self, free: bool) -> Records:

@@ -100,7 +100,7 @@ def read_epochs(source: Source, layout: Layout, shuffle: bool, seed: int, across
     if not isinstance(shuffle, (bool, np.bool_)):
         raise UserError(f"shuffle must be True or False, got {shuffle!r}", "shuffle within batches yourself")
     if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**31:
-        raise UserError(f"seed must be a whole number between 0 and {2**31 - 1}, got {seed!r}")
+        raise UserError(f"seed must be an integer between 0 and {2**31 - 1}, got {seed!r}")
     feed = source.feed(layout, seed if shuffle else None, seed, across)
     return StaticFeed(feed, layout) if layout.static else feed
 

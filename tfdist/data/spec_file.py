@@ -21,7 +21,7 @@ FORMAT = 1
 _MOST = 2**31 - 1  # the largest size of a tensor's dimension that TensorFlow's kernels take
 _TYPE = re.compile(r"(u?int|b?float|complex|str|bytes)\d+|bool|string|object")
 _KINDS: dict[object, tuple[tuple[type, ...], str]] = {
-    int: ((int, types.NoneType), "a whole number"),  # None is a dimension of any size
+    int: ((int, types.NoneType), "an integer"),  # None is a dimension of any size
     float: ((int, float), "a number"),
     str: ((str,), "a text"),
 }

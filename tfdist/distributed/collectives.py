@@ -59,8 +59,8 @@ def bucketed(
 def mend_variables(is_chief: bool) -> None:
     """Lets variables of replicas be used outside of them, in callbacks and after a training, as on one device.
 
-    What is assigned to a sum of whole numbers is the sum from then on; TensorFlow gives each replica a part of it, and
-    five halves of a confusion matrix are no whole number. A tape gives gradients of weights, with those of the first.
+    What is assigned to a sum of integers is the sum from then on; TensorFlow gives each replica a part of it, and
+    five halves of a confusion matrix are not an integer. A tape gives gradients of weights, with those of the first.
     """
     from tensorflow.python.distribute import values, values_util
 

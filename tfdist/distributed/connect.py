@@ -190,7 +190,7 @@ _CONNECTED: dict[tuple[PlacementOptions, str, discovery.Cluster], Distribution] 
 _IN_ORDER: list[Distribution] = []  # the same, the latest one last
 
 
-@checked_keywords()
+@checked_keywords
 def connect(
     strategy: str = "auto",
     *,

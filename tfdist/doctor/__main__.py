@@ -2,8 +2,7 @@
 
 `python -m tfdist.doctor` takes the flags of `tfdist.train` that matter to that,
 and a `--workdir` to examine the checkpoints there. It says how to fix what is
-wrong, changes nothing, and what does not answer is a finding and no reason to
-wait.
+wrong, and changes nothing. What does not answer in time is reported.
 
 Exit codes: 0 nothing fails (warnings may stand); 2 something does, or the flags
 are wrong; 130 interrupted.

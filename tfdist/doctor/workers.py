@@ -170,7 +170,7 @@ def port_here(host: str, port: int, needed: bool = True) -> list[Finding]:
         wire.listen(host, port).close()
     except socket.gaierror as error:
         reason = (error.strerror or str(error)).lower()
-        return [fail(f"{host} is no address that this host knows ({reason})", "correct it, or /etc/hosts", name)]
+        return [fail(f"{host} is not an address that this host knows ({reason})", "correct it, or /etc/hosts", name)]
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             holder = ""
@@ -183,7 +183,7 @@ def port_here(host: str, port: int, needed: bool = True) -> list[Finding]:
                 return [warn(f"{taken}; tfdist.launch would meet there", "choose another with --master_port", name)]
             return [fail(taken, "end that program, or choose another port", name)]
         if error.errno == errno.EADDRNOTAVAIL:
-            return [fail(f"{at} is no address of this host", "correct the address, or start this worker there", name)]
+            return [fail(f"{at} is not an address of this host", "correct it, or start this worker there", name)]
         if error.errno == errno.EACCES:
             return [fail(f"{at} is not for this user", "choose a port from 1024 on", name)]
         return [fail(f"{at} cannot be used ({error.strerror or error})", "choose another address or port", name)]

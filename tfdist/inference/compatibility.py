@@ -30,7 +30,7 @@ def check_data(experiment: config.Experiment, spec: Spec, trained: Spec, targets
         why = f"{what} has {spec.classes} classes, the model was trained on {trained.classes}"
         raise UserError(why, "choose other data")
     if trained.classes is not None and spec.classes is None and "float" in str(getattr(targets, "dtype", "")):
-        raise UserError(f"{what}: the model classifies, and the targets are not whole numbers", "choose other data")
+        raise UserError(f"{what}: the model classifies, and the targets are not integers", "choose other data")
     if spec.columns != trained.columns:
         pairs = zip(spec.columns, trained.columns)
         odd_one = next((mine.name for mine, its in pairs if mine != its), f"there are {len(spec.columns)}")

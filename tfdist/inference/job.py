@@ -179,7 +179,7 @@ def new_rows(experiment: config.Experiment, spec: Spec, requested: ModelRequest,
 
     kind, _, path = experiment.data.name.partition(":")
     if kind not in ("csv", "parquet"):
-        what = f"data.name={experiment.data.name!r} is no table, and the model was trained on one"
+        what = f"data.name={experiment.data.name!r} is not a table, and the model was trained on one"
         raise UserError(what, "give csv:PATH or parquet:PATH")
     if "config.data.eval_split" in requested.changes:
         raise UserError("all rows of another table are taken", "leave out --config.data.eval_split")

@@ -279,7 +279,7 @@ def reset(model: keras.Model, distribution: Distribution) -> None:
     """Resets all metrics; in cross-replica context.
 
     Each replica does it by itself: TensorFlow would give each a part of the value to begin with, and parts of 0.1 add
-    up to another number, of a whole number to none at all. The first replica has it, and the others zero, so that the
+    up to another number, of an integer to none at all. The first replica has it, and the others zero, so that the
     sum is right. What a metric keeps of its state is what the first makes of the sum. Metrics that must see a whole
     batch have theirs everywhere.
     """

@@ -152,7 +152,7 @@ def virtual(model: keras.Model, distribution: Distribution, virtual_replicas: in
     """Refuses virtual replicas where not every device can compute the same bits, by the strategy or the model."""
     if not isinstance(virtual_replicas, int) or virtual_replicas < distribution.replicas:
         raise UserError(
-            f"virtual_replicas={virtual_replicas!r} must be a whole number, and at least the "
+            f"virtual_replicas={virtual_replicas!r} must be an integer, and at least the "
             f"{distribution.replicas} replicas, each of which computes one",
             "use more virtual_replicas or fewer devices",
         )

@@ -90,7 +90,7 @@ def _elastic(options: argparse.Namespace, environ: Mapping[str, str], start_time
     text = options.nnodes
     match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
     if not match:
-        raise UserError(f"--nnodes must be a whole number of at least 1, or MIN:MAX such as 2:4, got {text}")
+        raise UserError(f"--nnodes must be an integer of at least 1, or MIN:MAX such as 2:4, got {text}")
     least, most = int(match[1]), int(match[2])
     for wrong, line in (
         (most > _MOST, f"MAX must be at most {_MOST}, got {most}: write fewer"),
@@ -138,12 +138,12 @@ def secret(nodes: Nodes, insecure: bool, environ: Mapping[str, str]) -> str:
 
 
 def whole(name: str, value: str | int, least: int, most: float = math.inf) -> int:
-    """Reads a whole number within limits, or raises UserError."""
+    """Reads an integer within limits, or raises UserError."""
     text = str(value)
     if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
         limits = f"of at least {least}" if most == math.inf else f"from {least} to {most:g}"
         also = ", or auto" if name == "--nproc_per_node" else ""
-        raise UserError(f"{name} must be a whole number {limits}{also}, got {text or 'nothing'}")
+        raise UserError(f"{name} must be an integer {limits}{also}, got {text or 'nothing'}")
     return int(text)
 
 

@@ -166,7 +166,7 @@ def listen(host: str, port: int) -> socket.socket:
             raise AddressInUseError(taken, "choose another, the same on all nodes") from None
         kind = AddressInUseError if error.errno == errno.EADDRNOTAVAIL else UserError
         raise kind(
-            f"--master_addr={host} is no address of this machine ({(error.strerror or '').lower()})",
+            f"--master_addr={host} is not an address of this machine ({(error.strerror or '').lower()})",
             "give that of node 0, and a --node_rank of their own to the other nodes",
         ) from None
 

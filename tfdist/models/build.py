@@ -168,7 +168,7 @@ def _loaded(path: str, precision: str, spec: Spec) -> keras.Model:
     if len(inputs) == 1:
         shape, dtype = tuple(inputs[0].shape[1:]), keras.backend.standardize_dtype(inputs[0].dtype)
         fits = len(shape) == len(spec.shape) and all(a in (None, b) for a, b in zip(shape, spec.shape))
-        # Whole numbers are scaled inside; fractions of 1 would all become 0.
+        # Integers are scaled inside; fractions of 1 would all become 0.
         if not fits or ("int" in dtype and "int" not in spec.dtype):
             what = f"model.name={path!r} takes {list(shape)} {dtype}, and the data {list(spec.shape)} {spec.dtype}"
             raise UserError(what, advice)

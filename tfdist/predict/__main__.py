@@ -1,9 +1,9 @@
 """Predicts: `python -m tfdist.predict --workdir=runs/digits --output=digits.csv`.
 
 One line per example of the evaluation split, in its order, under any strategy:
-number, predicted class, its name and probability, and the target; outputs as
-they are where they are no classes. `.csv` or `.jsonl`; `-` is CSV on standard
-output. Other data: `--config.data.eval_split=train`, `--config.data.name=...`.
+number, predicted class, its name and probability, and the target; of a model
+without classes, its outputs. `.csv` or `.jsonl`; `-` is CSV on standard output.
+Other data: `--config.data.eval_split=train`, `--config.data.name=...`.
 The lines are written as they are found, and the file is renamed at the end.
 
 Exit codes: 0 done; 1 a failure on the way; 2 the input or the environment is

@@ -1,7 +1,7 @@
 """Sums of floating-point tensors that depend on no order and no grouping.
 
-Each tensor becomes whole numbers of one unit, a power of two that is the same on all replicas: it follows from the
-largest exponent in any of the terms. Whole numbers add up to the same whatever comes first. An element down to 2^-34
+Each tensor becomes integers of one unit, a power of two that is the same on all replicas: it follows from the
+largest exponent in any of the terms. Integers add up to the same whatever comes first. An element down to 2^-34
 of the largest (of 8 terms) keeps all 24 bits of a float32; what is smaller loses those below the unit.
 """
 
@@ -33,7 +33,7 @@ class _Format(NamedTuple):
         return tf.cast(tf.bitwise.right_shift(bits, tf.cast(self.mantissa, self.bits)), tf.float32)
 
     def powers(self, exponents: tf.Tensor) -> tf.Tensor:
-        """Returns 2 to the power of exponents (without bias), whole numbers within the range of normal values."""
+        """Returns 2 to the power of exponents (without bias), integers within the range of normal values."""
         bits = tf.cast(exponents, self.bits) + self.bias
         return tf.bitcast(tf.bitwise.left_shift(bits, tf.cast(self.mantissa, self.bits)), self.dtype)
 
@@ -80,9 +80,9 @@ class _Kind:
         return tf.unstack(values[len(self.small) :], len(self.large)) if self.large else []
 
     def scale(self, exponents: tf.Tensor, room: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns factors from values to whole numbers and back, one per tensor; NaN for back where one is not finite.
+        """Returns factors from values to integers and back, one per tensor; NaN for back where one is not finite.
 
-        Given the biased exponents of the largest magnitudes in all terms, and the bits that a whole number may take.
+        Given the biased exponents of the largest magnitudes in all terms, and the bits that an integer may take.
         """
         # Not as small as to make numbers that are not normal: threads may set those to zero.
         up = tf.minimum(room - (exponents - self.layout.bias + 1), self.layout.bias - 1.0)
@@ -100,7 +100,7 @@ class _Own(NamedTuple):
     exponents: tf.Tensor  # of the largest magnitude in each tensor
 
     def integers(self, up: tf.Tensor, number: tf.Tensor | int) -> list[tf.Tensor]:
-        """Returns their sums as whole numbers, in the order in which the terms were packed."""
+        """Returns their sums as integers, in the order in which the terms were packed."""
         sums = []
         if self.small is not None:
             terms = self.small * tf.gather(up, self.kind.segments)
@@ -144,7 +144,7 @@ class ExactSum:
         """Packs a term.
 
         Returns:
-          What is to be kept of each term; magnitudes whose maximum is to be kept; whole numbers whose sum is.
+          What is to be kept of each term; magnitudes whose maximum is to be kept; integers whose sum is.
         """
         kept, tops = [], []
         for kind in self._kinds:

@@ -203,7 +203,7 @@ def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
             return
         if not any(optimizer is o for o in known):
             raise UserError(
-                f"train_step uses an optimizer ({optimizer.name!r}) that is no attribute of the model, and would be "
+                f"train_step uses an optimizer ({optimizer.name!r}) that is not an attribute of the model and would be "
                 "missing from its checkpoints",
                 "set it in compile()",
             )

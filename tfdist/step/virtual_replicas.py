@@ -142,7 +142,7 @@ def _check_graph(graph: tf.Graph, own: set[int]) -> None:
         )
     if any(id(variable) not in own for variable in _written(graph)):
         raise UserError(
-            "a forward pass changes a variable that is no state of a layer or metric (a trained weight, or that of "
+            "a forward pass changes a variable that is not state of a layer or metric (a trained weight, or that of "
             "a keras.random call without a seed), which cannot be added up over replicas",
             "make it a weight with "
             "trainable=False, give the call a SeedGenerator of the layer, or leave virtual_replicas out",
@@ -167,7 +167,7 @@ class _Partial(NamedTuple):
 
     kept: list[tf.TensorArray]  # tensors of every virtual replica
     tops: list[tf.Tensor]  # the maximum over the virtual replicas of other tensors
-    whole: tf.Tensor  # the sum of whole numbers
+    whole: tf.Tensor  # the sum of integers
     number: tf.Tensor | int  # virtual replicas of this replica, in all micro-batches
 
 

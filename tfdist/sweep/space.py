@@ -19,7 +19,7 @@ MOST = 1000  # experiments in a grid
 _LONGEST = 120  # characters in the name of a run's folder
 _FORM = "write it like optimizer.learning_rate=log:1e-4:1e-1; train.batch_size=32,64"
 _RANGE = re.compile(r"(log|uniform):([^:,]+):([^:,]+)")
-_WORDS = {bool: "True or False", int: "a whole number", float: "a number"}
+_WORDS = {bool: "True or False", int: "an integer", float: "a number"}
 Values = dict[str, Any]  # of one experiment, by field such as `train.batch_size`
 
 

@@ -43,7 +43,7 @@ def limited(number: int | None, most: int | None, what: str) -> int | None:
     return most
 
 
-@checked_keywords(dataset="x")
+@checked_keywords
 def evaluate(
     model: keras.Model,
     x: Data = None,
@@ -195,7 +195,7 @@ def _feed(source: sources.Source, layout: Layout, steps: int | None, what: str) 
     return feed, batches
 
 
-@checked_keywords(dataset="x")
+@checked_keywords
 def predict(
     model: keras.Model,
     x: Data = None,

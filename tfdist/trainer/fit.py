@@ -27,7 +27,7 @@ from tfdist.trainer.plan import FitOptions, plan_training
 from tfdist.verification import equivalence_check
 
 
-@checked_keywords(dataset="x")
+@checked_keywords
 def fit(
     model: keras.Model,
     x: Data = None,
@@ -124,7 +124,7 @@ def fit(
     arguments = dict(locals())
     for name in ("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "steps", "accumulate"):
         if not isinstance(arguments[name], numbers.Integral | None):
-            raise UserError(f"{name} must be a whole number, got {arguments[name]!r}")
+            raise UserError(f"{name} must be an integer, got {arguments[name]!r}")
     source = sources.as_source(x, y, sample_weight)
     if validation_split:
         if validation_data is not None:
@@ -175,4 +175,4 @@ def _check(source: sources.Source, options: FitOptions) -> None:
         raise UserError("on_nonfinite='rollback' goes back to a checkpoint", "give fit checkpoints")
     updates = options.steps_per_call
     if updates != "auto" and (not isinstance(updates, int) or updates < 1):
-        raise UserError(f"steps_per_call must be 'auto' or a whole number of at least 1, got {updates!r}")
+        raise UserError(f"steps_per_call must be 'auto' or an integer of at least 1, got {updates!r}")

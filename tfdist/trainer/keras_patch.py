@@ -257,12 +257,12 @@ class KerasPatch:
             return
         if self._sync_batch_norm:
             batch_norm.synchronize_batch_norm(model)
-            told = f"{len(alone)} BatchNormalization layers of {model.name} are synchronized over the replicas"
+            told = f"BatchNormalization of {model.name} is synchronized over the replicas (layers: {len(alone)})"
         else:
             arguments.setdefault("check_agreement", "off")
             told = (
-                f"WARNING: sync_batch_norm is off: {len(alone)} BatchNormalization layers of {model.name} normalize "
-                "with the rows of their own replica, so results depend on the number of replicas"
+                f"WARNING: sync_batch_norm is off: BatchNormalization of {model.name} normalizes the "
+                "rows of each replica alone, so results depend on the number of replicas"
             )
         self._log_once(told)
 

@@ -445,7 +445,7 @@ def _message(
         after = "after an update" if kind == "train" else "after it"
         if comparison.parts == "virtual replicas":
             return (
-                f"{start} {after}, since virtual replicas average the floats, and add up the whole numbers, that "
+                f"{start} {after}, since virtual replicas average the floats, and add up the integers, that "
                 f"layers change: leave virtual_replicas out, {fix}"
             )
         return f"{start} {after}: add it up over the replicas (tf.distribute.get_replica_context()), {fix}"
@@ -456,7 +456,7 @@ def _message(
             f"are summed; give the optimizer global_clipnorm or clipnorm instead, {fix}"
         )
     if own and kind == "train":
-        return f"{start}: what {own} of {type(model).__name__} computes is no mean over examples; make it one, {fix}"
+        return f"{start}: what {own} of {type(model).__name__} computes is not a mean over examples; make it one, {fix}"
     if first == "add_loss":
         return f"{start}, which layer {', '.join(adding)} gives: make it a mean over the examples, {fix}"
     if first.startswith(METRIC):
@@ -464,7 +464,7 @@ def _message(
     if layer := row_mixing.operation(model) or _layer_across_rows(step, rows):
         return f"{start}, since layer {layer!r} looks at the other rows of a batch: change that, {fix}"
     if own:
-        return f"{start}: what {own} of {type(model).__name__} gives is no mean over examples; make it one, {fix}"
+        return f"{start}: what {own} of {type(model).__name__} gives is not a mean over examples; make it one, {fix}"
     if first.startswith(OUTPUT):
         method = preconditions.replaced(model, preconditions.PREDICTION)
         whose = f"{method} of {type(model).__name__}" if method else "the model"

@@ -147,9 +147,9 @@ def break_some(root):
     picture(1, mode="P").save(bmp, "BMP")
     broken = {
         "empty.jpg": (b"", "is empty"),
-        "zeros.jpg": (bytes(1000), "is no JPEG, PNG, GIF, BMP or WebP image"),
-        "text.jpg": (b"hello, this is no image", "is no JPEG"),
-        "page.jpg": (b"<html>404</html>" * 50, "is no JPEG"),
+        "zeros.jpg": (bytes(1000), "is not a JPEG, PNG, GIF, BMP or WebP image"),
+        "text.jpg": (b"hello, this is no image", "is not a JPEG"),
+        "page.jpg": (b"<html>404</html>" * 50, "is not a JPEG"),
         "half.jpg": (raw[: len(raw) // 2], "cannot be decoded: "),
         "head.jpg": (raw[:30], "is cut off"),
         "half.png": (png[: len(png) // 2], "cannot be decoded: "),
@@ -171,7 +171,7 @@ def test_broken_files_are_named_and_counted(tmp_path):
     with refused() as error:
         image_folder.load(str(tmp_path), "train", "train")
     assert str(error.value).startswith(
-        f"data.name='image_folder:{tmp_path}': {len(broken)} of 34 files are no images: cat/colours.bmp is a BMP with"
+        f"data.name='image_folder:{tmp_path}': {len(broken)} of 34 files are not images: cat/colours.bmp is a BMP with"
     )
     assert str(error.value).endswith(", ...: remove them, or set data.on_error=skip")
     for name, said in broken.items():  # one by one: a message names three
@@ -181,7 +181,7 @@ def test_broken_files_are_named_and_counted(tmp_path):
             (others / "cat" / name).symlink_to("nowhere")
         else:
             (others / "cat" / name).write_bytes((tmp_path / "cat" / name).read_bytes())
-        with refused(f"1 of 22 files is no image: cat/{name} {said}.*remove them"):
+        with refused(f"1 of 22 files is not an image: cat/{name} {said}.*remove them"):
             image_folder.load(str(others), "train", "train")
         (others / "cat" / name).unlink()
 
@@ -194,7 +194,7 @@ def test_broken_files_are_skipped(tmp_path, said):
     names = {pathlib.Path(found.train.name(i)).name for i in range(found.train.size)}
     assert found.train.size == before.train.size + 2 and not names & set(broken) and {"longer.jpg", "good.png"} <= names
     (line,) = said
-    assert line.startswith(f"WARNING: {len(broken)} of 34 files are no images and skipped: cat/colours.bmp is a BMP")
+    assert line.startswith(f"WARNING: {len(broken)} of 34 files are not images and skipped: cat/colours.bmp is a BMP")
     assert columns_of(found.train)[2].tolist() == [1.0] * found.train.size
     for name in names:
         (tmp_path / "dog" / name).write_bytes(b"")
@@ -339,11 +339,11 @@ def test_the_command(tmp_path, run):
     ]
     first = run("tfdist.train", *flags)
     assert first.returncode == 2
-    assert first.stderr.count("\n") == 1 and "1 of 31 files is no image: cat/empty.jpg is empty" in first.stderr
+    assert first.stderr.count("\n") == 1 and "1 of 31 files is not an image: cat/empty.jpg is empty" in first.stderr
     augmented = ["--config.data.on_error=skip", "--config.data.augment=flip, mixup(0.2)", "--config.data.cache=stream"]
     done = run("tfdist.train", *flags, *augmented, "--virtual_devices=2")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("WARNING: 1 of 31 files is no image and skipped: cat/empty.jpg is empty") == 1
+    assert done.stdout.count("WARNING: 1 of 31 files is not an image and skipped: cat/empty.jpg is empty") == 1
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["status"] == "completed" and result["examples_seen"] in (48, 50)
 
@@ -364,7 +364,7 @@ def test_the_command(tmp_path, run):
         (folder, dict(train_split="train[:0%]"), "selects none of the 21 examples"),
         (lambda p: save(folder(p) / "cat" / "caf\udce9.png", picture(1)), {},
          r"name of cat/caf\\xe9.png is not written in UTF-8: rename"),
-        (lambda p: os.mkfifo(folder(p) / "cat" / "pipe"), {}, "1 of 22 files is no image: cat/pipe cannot be read"),
+        (lambda p: os.mkfifo(folder(p) / "cat" / "pipe"), {}, "1 of 22 files is not an image: cat/pipe cannot be read"),
         (folder, dict(options="a=1"), "data.options='a=1': image_folder knows max_pixels alone"),
     ],
 )  # fmt: skip
@@ -532,10 +532,10 @@ def test_huge_images_are_skipped_or_allowed(tmp_path, said):
     skipped = registry.load(experiment(tmp_path, options="max_pixels=599", on_error="skip", **both))
     assert skipped.train.size == 21
     assert said == [
-        "WARNING: 1 of 22 files is no image and skipped: cat/large.png has 30 x 20 pixels, more than max_pixels=599"
+        "WARNING: 1 of 22 files is not an image and skipped: cat/large.png has 30 x 20 pixels, more than max_pixels=599"
     ]
     with refused(r"cat/large.png has 30 x 20 pixels, more than 599: make it smaller"):
         registry.load(experiment(tmp_path, options="max_pixels=599", **both))
     assert registry.load(experiment(tmp_path, options="max_pixels=600", **both)).train.size == 22
-    with refused(r"max_pixels in data.options must be a whole number of at least 1, got 0"):
+    with refused(r"max_pixels in data.options must be an integer of at least 1, got 0"):
         registry.load(experiment(tmp_path, options="max_pixels=0", **both))

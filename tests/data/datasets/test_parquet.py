@@ -77,7 +77,7 @@ def test_what_is_a_class(values, options, names, tmp_path):
 @pytest.mark.parametrize("values", [[2**53, 2**53 + 1, 2**53 + 2], [-(2**53), -(2**53) - 1, 0]])
 def test_large_classes_are_not_merged(values, tmp_path):
     path = write(tmp_path / "t.parquet", {"x": [1.0, 2.0, 3.0], "y": values})
-    with refused(r"target 'y' has whole numbers of 2\^53 or more, .*: set classify=True in"):
+    with refused(r"target 'y' has integers of 2\^53 or more, .*: set classify=True in"):
         load(path, {"target": "y"}, ("train", "train"))
     for kind in (values, list(map(str, values))):
         path = write(tmp_path / "t.parquet", {"x": [1.0, 2.0, 3.0], "y": kind})

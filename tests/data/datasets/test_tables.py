@@ -25,7 +25,7 @@ def write(path, rows, header, **how):
 
 
 def made(n=60, seed=0):
-    """Rows of a number with gaps, a category with gaps, a whole number, and a target."""
+    """Rows of a number with gaps, a category with gaps, an integer, and a target."""
     rng = np.random.default_rng(seed)
     rows = []
     for i in range(n):
@@ -110,7 +110,7 @@ def test_large_classes_are_not_merged(tmp_path):
     with refused() as error:
         tables.prepare(path, {"target": "y"}, ALL)
     assert str(error.value) == (
-        "target 'y' has whole numbers of 2^53 or more, of which 64-bit floats merge some: set classify=True in "
+        "target 'y' has integers of 2^53 or more, of which 64-bit floats merge some: set classify=True in "
         "data.options if they are classes, or classify=False if they are numbers"
     )
     got = tables.prepare(path, {"target": "y", "classify": True, "in_order": True}, ALL)

@@ -67,9 +67,9 @@ def test_splits_by_file_and_patterns(folder, tmp_path):
         ("*.md", "train", 4, r"data.name=text:.*md has no files: give a text file, a folder, or a pattern"),
         ("", "test", 4, "text:.* in windows of 4 bytes has no split 'test': known are train"),
         ("", "train", 100, "selects none of the 0 examples of text:.* in windows of 100 bytes"),
-        ("", "train", True, "length must be a whole number of at least 1, got True"),
-        ("", "train", 0, "length must be a whole number of at least 1, got 0"),
-        ("", "train", "long", "length must be a whole number of at least 1, got 'long'"),
+        ("", "train", True, "length must be an integer of at least 1, got True"),
+        ("", "train", 0, "length must be an integer of at least 1, got 0"),
+        ("", "train", "long", "length must be an integer of at least 1, got 'long'"),
     ],
 )
 def test_what_cannot_be_used(path, splits, length, message, folder):
@@ -107,12 +107,12 @@ def test_an_experiment_on_text(folder):
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        ("stdlib_text", "length=0", "length must be a whole number of at least 1, got 0"),
-        ("stdlib_text", "examples=few", "examples must be a whole number of at least 1, got 'few'"),
-        ("synthetic", "examples=-5", "examples must be a whole number of at least 1, got -5"),
-        ("synthetic", "classes=0", "classes must be a whole number of at least 1, got 0"),
+        ("stdlib_text", "length=0", "length must be an integer of at least 1, got 0"),
+        ("stdlib_text", "examples=few", "examples must be an integer of at least 1, got 'few'"),
+        ("synthetic", "examples=-5", "examples must be an integer of at least 1, got -5"),
+        ("synthetic", "classes=0", "classes must be an integer of at least 1, got 0"),
         ("synthetic", "shape=5", r"shape must be that of an example, such as \(8, 8, 3\), got 5"),
-        ("synthetic", "shape=[0, 3]", "each side of shape must be a whole number of at least 1, got 0"),
+        ("synthetic", "shape=[0, 3]", "each side of shape must be an integer of at least 1, got 0"),
         ("synthetic", "noise=loud", "noise must be a number, got 'loud'"),
         ("synthetic", "noise=1, noise=2", "is not understood: write name=value, name=value, each name once"),
     ],

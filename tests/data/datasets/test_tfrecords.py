@@ -163,13 +163,13 @@ def test_records_with_a_flipped_bit_are_left_out_on_demand(numbers, message, fli
     ({"image": "png"}, "names the features x, y"),
     ({"image": "pgn", "label": "int64"}, "unknown type 'pgn' of image: did you mean 'png'"),
     ({"image": "string", "label": "int64"}, "image=string cannot be trained on: write jpeg or png, or leave it out"),
-    ({"image": 3, "label": "int64"}, "image=3 is no type: write one of jpeg, png, int64, float32, or"),
+    ({"image": 3, "label": "int64"}, "image=3 is not a type: write one of jpeg, png, int64, float32, or"),
     ({"image": "png[3]", "label": "int64"}, r"image='png\[3\]': an image has its shape from data.image_size"),
     ({"image": "png", "label": "int64"}, "the second feature, label, is the target: int64 together with classes=N"),
     ({"image": "png", "label": "float32", "classes": 3}, "the second feature, label, is the target"),
     ({"image": "png", "label": "int64", "weight": "int64", "classes": 3},
      "the third feature, weight, is the weight: float32"),
-    ({**PICTURE, "classes": 0}, "classes must be a whole number of at least 1, got 0"),
+    ({**PICTURE, "classes": 0}, "classes must be an integer of at least 1, got 0"),
     ({"img": "png", "label": "int64", "classes": 3},
      r"no feature 'img' in record 0 of .*: it has image \(bytes\), label \(int64\), weight \(float\)"),
     ({"image": "png", "weight": "int64", "classes": 3},
@@ -190,7 +190,7 @@ def test_files_that_cannot_be_read(tmp_path):
     with refused(r"z.gz is compressed with GZIP, which cannot be read by number: write it ag"):
         load("z.gz")
     write(tmp_path / "z.zlib", pictures(0, 3), tf.io.TFRecordOptions("ZLIB"))
-    with refused(r"z.zlib is no TFRecord file, or is compressed"):
+    with refused(r"z.zlib is not a TFRecord file, or is compressed"):
         load("z.zlib")
     (tmp_path / "empty").write_bytes(b"")
     with refused("empty is empty: write them again"):
@@ -198,7 +198,7 @@ def test_files_that_cannot_be_read(tmp_path):
     with refused("has no files: give a file, a folder, or a pattern such as"):
         load("none*")
     write(tmp_path / "text", [b"no example"])
-    with refused(r"record 0 of .*text is no tf.train.Example"):
+    with refused(r"record 0 of .*text is not a tf.train.Example"):
         load("text")
     (tmp_path / "d").mkdir()
     write(tmp_path / "d" / "train.tfrecord", pictures(0, 3))

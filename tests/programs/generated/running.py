@@ -28,7 +28,7 @@ REFUSALS = [
     ("leaves nothing to minimise", r"reduction='none'"),
     ("smaller than", r"batch_size=[12]\b|n, draw = 1,|uneven\(data, (1|4|5)\)|n, draw = 5,[^$]*uneven"),
     ("add it up over the replicas", r"RunningMaximum|renorm|KeepsMean"),
-    ("is no mean over examples", r"OwnObjective|LogsMore|OwnStep"),
+    ("is not a mean over examples", r"OwnObjective|LogsMore|OwnStep"),
     ("does not add up over parts of a batch", r"OwnObjective|LogsMore|OwnStep"),
     # Weights of a column times the classes of each row are the weights of all rows for each row in Keras.
     ("metric 'f", r"draw\.weights\(n, 1\)[^$]*(F1Score|FBetaScore)|(F1Score|FBetaScore)[^$]*draw\.weights\(n, 1\)"),

@@ -83,7 +83,7 @@ def of_loss_functions(y, p):
 
 
 def across_the_batch(y, p):
-    """Correlation over the batch, which is no mean over examples."""
+    """Correlation over the batch, which is not a mean over examples."""
     y, p = y - ops.mean(y, 0), p - ops.mean(p, 0)
     return 1 - ops.sum(y * p) / ops.sqrt(ops.sum(y * y) * ops.sum(p * p))
 

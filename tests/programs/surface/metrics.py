@@ -258,7 +258,7 @@ def watched(make):
 
 
 class Rounding(keras.Model):
-    """Predicts whole numbers, whose gradient is that of what it rounds."""
+    """Predicts integers, whose gradient is that of what it rounds."""
 
     def __init__(self):
         super().__init__()

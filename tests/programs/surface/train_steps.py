@@ -287,7 +287,7 @@ class WithoutOptimizerOfKeras(Plain):
         return {"loss": loss}
 
 
-NO_MEAN = {"several": "computes is no mean over examples"}
+NO_MEAN = {"several": "computes is not a mean over examples"}
 
 
 def step(name, build, data, **kwargs):

@@ -32,7 +32,7 @@ def page(names: Iterable[str], asked_for: definition.Experiment | None) -> str:
         lines = []
         for flag in (flags.FLAGS[name] for name in names):
             text = f"--{'[no]' * flag.boolean}{flag.name}: {flag.help}"
-            if not (flag.default in (None, "", False) or flag.name == "config"):
+            if not (flag.default in (None, "", False, []) or flag.name == "config"):
                 text += f" (default {str(flag.default_as_str).strip(chr(39))})"
             lines.append(fill(text, initial_indent="  ", subsequent_indent="      "))
         return "\n".join(lines)

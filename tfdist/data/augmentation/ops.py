@@ -32,7 +32,7 @@ def seed_of(seed: tf.Tensor, place: int) -> tf.Tensor:
 
 
 def stored(values: tf.Tensor, image: tf.Tensor, maximum: float) -> tf.Tensor:
-    """Returns `values`, cut to [0, maximum], in the type of `image`: rounded where that is whole numbers."""
+    """Returns `values`, cut to [0, maximum], in the type of `image`: rounded where that is integers."""
     values = tf.clip_by_value(values, 0.0, maximum)
     return tf.cast(values if image.dtype.is_floating else tf.round(values), image.dtype)
 
@@ -212,7 +212,7 @@ class Recipe:
                 "leave it out, or give images that are not normalized",
             )
         if self.mixing and classes is None:
-            what = f"data.augment={named!r} mixes the targets of a classifier, and these are no classes"
+            what = f"data.augment={named!r} mixes the targets of a classifier, and these are not classes"
             raise UserError(what, f"leave out {' and '.join(s.name for s in self.mixing)}")
 
     @tf.autograph.experimental.do_not_convert

@@ -86,7 +86,7 @@ def _opened(path: str, what: str) -> tuple[dict[str, Callable[[], np.ndarray]], 
         raise UserError(f"{what} is a single array", "give the folder of x.npy and y.npy, or a .npz file with both")
     opened = _read(path, functools.partial(np.load, path))
     if not isinstance(opened, np.lib.npyio.NpzFile):
-        raise UserError(f"{what} is no .npz file", "write it with numpy.savez(path, x=..., y=...)")
+        raise UserError(f"{what} is not an .npz file", "write it with numpy.savez(path, x=..., y=...)")
     one = lambda name: functools.partial(_read, f"{path}: {name}", functools.partial(opened.__getitem__, name))
     return {name: one(name) for name in opened.files}, False
 
@@ -167,7 +167,7 @@ def _shape(parts: Sequence[Part], options: Options, what: str) -> tuple[int, ...
     requested = options.get("shape", shape)
     requested = (requested,) if isinstance(requested, int) else requested
     if not isinstance(requested, (tuple, list)) or not all(type(n) is int and n > 0 for n in requested):
-        raise UserError(f"data.options: shape must be whole numbers such as (28, 28, 1), got {options.get('shape')!r}")
+        raise UserError(f"data.options: shape must be integers such as (28, 28, 1), got {options.get('shape')!r}")
     if math.prod(requested) != math.prod(shape) or not math.prod(shape):
         raise UserError(
             f"data.options: shape={tuple(requested)} does not fit {name}, of {list(shape)} for each example"
@@ -176,7 +176,7 @@ def _shape(parts: Sequence[Part], options: Options, what: str) -> tuple[int, ...
 
 
 def _maximum(parts: Sequence[Part], what: str) -> float:
-    """Returns the largest input, which scales whole numbers and pixels that are floats."""
+    """Returns the largest input, which scales integers and pixels that are floats."""
     most = -math.inf
     for name, array, rows in parts:
         step = max(1, _PIECE // max(1, array[:1].nbytes))

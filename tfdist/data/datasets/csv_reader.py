@@ -50,7 +50,7 @@ class Table:
     def places(self, name: str, vocabulary: tuple[str, ...], first: int) -> np.ndarray:
         """Returns each row's place in the vocabulary, plus `first`; one less than `first` where it is not there.
 
-        Of an input, "70.0" is there where "70" is: libraries write whole numbers so beside missing ones.
+        Of an input, "70.0" is there where "70" is: libraries write integers so beside missing ones.
         """
         places = {text: i + first for i, text in enumerate(vocabulary)}
         spelled = [(text, text.removesuffix(".0"), f"{text}.0")[: 3 if first else 1] for text in self.texts[name]]
@@ -280,7 +280,7 @@ def _lines(rows: list[list[str]], before: int, last: int) -> Sequence[int]:
 def number(text: str) -> float:
     """Returns the number that a text is: Python alone would take 1_0 for 10, and digits of any script."""
     if "_" in text or not text.strip().isascii():
-        raise ValueError(f"{text!r} is no number")
+        raise ValueError(f"{text!r} is not a number")
     return float(text)
 
 

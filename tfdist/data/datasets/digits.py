@@ -66,6 +66,6 @@ def some(split: str = "train", first: int = 0, last: int = 9, each: int = 0) -> 
 
 
 def _rows() -> np.ndarray:
-    """Reads [1797, 65] whole numbers: the pixels of an image, and its label."""
+    """Reads [1797, 65] integers: the pixels of an image, and its label."""
     packed = resources.files(__package__).joinpath("digits.csv.gz").read_bytes()
     return np.loadtxt(io.StringIO(gzip.decompress(packed).decode()), delimiter=",", dtype=np.int64)

@@ -122,7 +122,7 @@ def targets_and_weights(
 
     Args:
       splits: of both, targets [n, ...] as they are stored, and weights where there are some.
-      options: `classify=False` where whole numbers are no classes, `classes=N` where not all of them occur.
+      options: `classify=False` where integers are no classes, `classes=N` where not all of them occur.
     """
     train, evaluation = splits
     y, other, classes = _targets(train[0], evaluation[0], options)
@@ -137,7 +137,7 @@ def _targets(train: np.ndarray, evaluation: np.ndarray, options: Options) -> tup
     whole = train.dtype.kind in "iub" and evaluation.dtype.kind in "iub"
     if (classify or number is not None) and (not whole or classify is False):
         option = "classify=True" if classify else f"classes={number}"
-        raise UserError(f"data.options: {option} is for targets that are whole numbers, and these are no classes")
+        raise UserError(f"data.options: {option} is for targets that are integers, and these are not classes")
     if not whole or classify is False:
         if not (np.isfinite(train).all() and np.isfinite(evaluation).all()):
             raise UserError("some targets are NaN or infinite", "leave out those examples, or correct them")
@@ -148,7 +148,7 @@ def _targets(train: np.ndarray, evaluation: np.ndarray, options: Options) -> tup
     one_each = [y.reshape(len(y)) if y.ndim == 2 and y.shape[1] == 1 else y for y in (train, evaluation)]
     classes = int(number) if isinstance(number, int) else int(train.max()) + 1
     if number is None and classes > max(_MOST_CLASSES, len(train)):
-        what = f"targets are whole numbers up to {classes - 1:,}, more classes than examples"
+        what = f"targets are integers up to {classes - 1:,}, more classes than examples"
         raise UserError(what, "set classify=False in data.options if they are numbers, or classes=N")
     for y in one_each:
         check_labels(y, classes, "the data set")

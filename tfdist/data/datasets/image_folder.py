@@ -174,7 +174,7 @@ def _judged(file: int, head: bytes, tail: bytes, length: int) -> Look:
         return Look("bmp", doubtful=True, canvas=image_decoding.bmp_size(head))
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
         return Look("webp", doubtful=True, canvas=image_decoding.webp_size(head))
-    return Look(problem="is no JPEG, PNG, GIF, BMP or WebP image")
+    return Look(problem="is not a JPEG, PNG, GIF, BMP or WebP image")
 
 
 def _jpeg_size(file: int, head: bytes) -> tuple[int, int]:
@@ -303,7 +303,7 @@ def _examined(paths: list[str], most: int, root: str, what: str, skip: bool) -> 
     if bad:
         named = ", ".join(f"{os.path.relpath(paths[i], root)} {looks[i].problem}" for i in bad[:_NAMED])
         named += ", ..." * (len(bad) > _NAMED)
-        count = f"{len(bad):,} of {len(paths):,} files {'are no images' if len(bad) > 1 else 'is no image'}"
+        count = f"{len(bad):,} of {len(paths):,} files {'are not images' if len(bad) > 1 else 'is not an image'}"
         if not skip:
             raise UserError(f"{what}: {count}: {named}", "remove them, or set data.on_error=skip")
         logger.info(f"WARNING: {count} and skipped: {named}")

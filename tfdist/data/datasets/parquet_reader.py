@@ -98,12 +98,12 @@ def _numbers(path: str, name: str, values: pa.Array) -> tuple[np.ndarray, list[i
 
 
 def _texts(path: str, name: str, values: pa.Array) -> list[str]:
-    """Returns the texts of a column, stripped; "" where there is none, and whole numbers without a point."""
+    """Returns the texts of a column, stripped; "" where there is none, and integers without a point."""
     values = _plain(values)
     _kind(path, name, values.type)
 
     def text(value: object) -> str:
-        if isinstance(value, float):  # a column of whole numbers with gaps has become one of floats somewhere
+        if isinstance(value, float):  # a column of integers with gaps has become one of floats somewhere
             return "" if np.isnan(value) else str(int(value)) if value.is_integer() else str(value)
         return "" if value is None else str(value).strip()
 

@@ -70,7 +70,7 @@ def facts(loaded: Loaded) -> dict[str, object]:
     }
 
 
-@checked_keywords()
+@checked_keywords
 def load_data(
     name: str,
     *,

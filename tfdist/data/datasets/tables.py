@@ -25,8 +25,8 @@ from tfdist.data.spec import Column, Spec
 from tfdist.data.splits import named, select
 from tfdist.errors import UserError
 
-EXACT = 2.0**53  # from here on, whole numbers are merged by 64-bit floats, in which tables hold them
-FEW = 20  # targets of at most this many different whole numbers are classes
+EXACT = 2.0**53  # from here on, integers are merged by 64-bit floats, in which tables hold them
+FEW = 20  # targets of at most this many different integers are classes
 TEXTS = 1000  # more different texts than this, in more than half of the rows, are names and no category
 ENDINGS = {"csv": ("csv", "csv.gz"), "parquet": ("parquet",)}  # endings of file names, by kind
 _PIECE = re.compile(r"-\d+-of-\d+$")
@@ -102,7 +102,7 @@ def encode_target(table: Table, target: Column, classes: int | None) -> np.ndarr
     if unknown:
         raise UserError(
             f"{len(unknown):,} rows have a target {name!r} that no training row has, such as {unknown[0]!r}",
-            "choose other splits, leave them out of the file, or set classify=False in data.options if it is no class",
+            "choose other splits, remove these rows, or set classify=False in data.options if it is not a class",
         )
     return places.astype(np.int32)
 
@@ -142,7 +142,7 @@ class TableOptions:
       use: names of the columns that are inputs; empty for all but the target.
       leave_out: names of columns that are not.
       categories: names of columns that hold numbers and are categories.
-      classify: whether the target is a class. None: it is when it has texts or at most `FEW` different whole numbers.
+      classify: whether the target is a class. None: it is when it has texts or at most `FEW` different integers.
       in_order: leave the rows in the file's order. Otherwise they are mixed (always alike): files are often sorted.
     """
 
@@ -264,7 +264,7 @@ def _target(table: csv_reader.Table, chosen: TableOptions) -> tuple[Column, int 
         if chosen.classify is None and len(different) <= FEW and (different == np.round(different)).all():
             if (np.abs(different) >= EXACT).any():
                 raise UserError(
-                    f"target {name!r} has whole numbers of 2^53 or more, of which 64-bit floats merge some",
+                    f"target {name!r} has integers of 2^53 or more, of which 64-bit floats merge some",
                     "set classify=True in data.options if they are classes, or classify=False if they are numbers",
                 )
             return Column(name, "category", vocabulary=tuple(f"{v:.0f}" for v in different)), len(different)
@@ -284,7 +284,7 @@ def read_rows(
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Reads new rows with their targets, to evaluate on them; `options` are those that the model was trained with."""
     numbers = target.kind == "number"
-    if not numbers and not options.get("classify"):  # few whole numbers were read as numbers, and "1.0" is a 1
+    if not numbers and not options.get("classify"):  # few integers were read as numbers, and "1.0" is a 1
         values = [(text, by_value(text)[1]) for text in target.vocabulary]
         numbers = all(abs(value) < EXACT and text == f"{value:.0f}" for text, value in values)
     kinds = {c.name: c.kind for c in columns} | {target.name: "number" if numbers else "category"}

@@ -121,7 +121,7 @@ def _scan(path: str, thorough: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray
             if start <= size and not _is_whole(whole[at:check], whole[check:start]):
                 if at == 0:
                     raise UserError(
-                        f"{path} is no TFRecord file, or is compressed", "give files of tf.io.TFRecordWriter"
+                        f"{path} is not a TFRecord file, or is compressed", "give files of tf.io.TFRecordWriter"
                     )
                 problems.append(f"{path} is damaged at byte {at:,}, behind {len(offsets):,} good records")
                 continue
@@ -230,7 +230,7 @@ def _features(options: Options) -> tuple[list[Feature], int | None, Pictures]:
 def _feature(name: str, text: object) -> Feature:
     written = _WRITTEN.match(text) if isinstance(text, str) else None
     if not written:
-        what = f"data.options: {name}={text!r} is no type"
+        what = f"data.options: {name}={text!r} is not a type"
         raise UserError(what, f"write one of {', '.join(TYPES)}, or 'float32[8, 8, 1]'")
     kind, shape = written.groups()
     if kind == "string":
@@ -248,7 +248,7 @@ def _check(record: bytes, features: list[Feature], where: str) -> None:
     try:
         stored = tf.train.Example.FromString(record).features.feature
     except Exception:  # protobuf has its own errors in each of its versions
-        raise UserError(f"{where} is no tf.train.Example: only those can be read") from None
+        raise UserError(f"{where} is not a tf.train.Example: only those can be read") from None
     kinds = {name: value.WhichOneof("kind") or "empty" for name, value in stored.items()}
     listed = ", ".join(f"{name} ({kind.removesuffix('_list')})" for name, kind in sorted(kinds.items()))
     for feature in features:

@@ -15,7 +15,7 @@ PIXEL = 255.0  # largest value of a pixel
 def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None:
     """Refuses values that an architecture cannot be built with; Keras would show pages, or build something else.
 
-    The annotations of its arguments say what is right: floats are probabilities, whole numbers count something, from 1
+    The annotations of its arguments say what is right: floats are probabilities, integers count something, from 1
     on, or from 0 on where that is the default or the argument is a `depth`.
     """
     for name, argument in inspect.signature(function).parameters.items():
@@ -23,7 +23,7 @@ def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None
             continue
         value = options[name]
         least = 0 if name == "depth" or argument.default == 0 else 1
-        count = f"a whole number, {least} or more"
+        count = f"an integer, {least} or more"
         match inspect.formatannotation(argument.annotation):
             case "bool":
                 fits, wanted = isinstance(value, bool), "True or False"
@@ -33,7 +33,7 @@ def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None
                 fits, wanted = _is_number(value, int) and value >= least, count
             case "tuple[int, ...]":
                 fits = isinstance(value, (tuple, list)) and all(_is_number(v, int) and v >= 1 for v in value)
-                wanted = "whole numbers such as (16, 32)"
+                wanted = "integers such as (16, 32)"
             case _:
                 continue
         if not fits:
@@ -45,7 +45,7 @@ def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
 
 
 def unit(spec: Spec) -> float:
-    """Returns the factor that brings whole numbers, and pixels that are floats, to [0, 1]; 1 for other floats."""
+    """Returns the factor that brings integers, and pixels that are floats, to [0, 1]; 1 for other floats."""
     whole = spec.dtype.startswith(("int", "uint"))
     return 1.0 / spec.maximum if whole or spec.maximum == PIXEL else 1.0
 
@@ -59,7 +59,7 @@ def scaled(spec: Spec, centred: bool = False) -> keras.Layer:
 def logits(spec: Spec) -> keras.Layer:
     """Makes the last layer of a classifier, `head`."""
     if spec.classes is None:
-        what = "this model classifies, and the targets are not whole numbers"
+        what = "this model classifies, and the targets are not integers"
         raise UserError(what, "use model.name=package.module:function")
     return output(spec.classes)
 

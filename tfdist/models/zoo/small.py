@@ -118,7 +118,7 @@ def gpt(
     if len(spec.shape) != 1:
         raise UserError(f"model.name='gpt' needs sequences, the data has shape {list(spec.shape)}")
     if not spec.dtype.startswith(("int", "uint")):
-        raise UserError(f"model.name='gpt' needs sequences of whole numbers, the data has {spec.dtype}")
+        raise UserError(f"model.name='gpt' needs sequences of integers, the data has {spec.dtype}")
     layers.divides(width, heads)
     length = spec.shape[0]
     needed = max(int(spec.maximum) + 1, spec.classes or 0)
