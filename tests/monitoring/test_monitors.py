@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import json
+import math
 import os
 import pty
 import re
@@ -401,7 +402,9 @@ def test_what_a_run_leaves_of_its_time(run, tmp_path):
     assert result["flops_per_second"] == pytest.approx(result["flops_per_example"] * result["examples_per_second"])
     assert result["peak_memory_bytes"] > 1e8 and result["peak_device_memory_bytes"] is None
     epochs = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()][:-1]
-    assert epochs[-1]["learning_rate"] == pytest.approx(0, abs=1e-6) and epochs[0]["gradient_norm"] > 0
+    cosine = [0.025 * (1 + math.cos(math.pi * update / 1200)) for update in (29, 1199)]  # of the last updates, from 0
+    assert [epochs[i]["learning_rate"] for i in (0, -1)] == pytest.approx(cosine, rel=0.02)  # float32 near zero
+    assert epochs[0]["gradient_norm"] > 0
     samples = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
     assert [s["mark"] for s in samples if "mark" in s] == ["checkpoint"]
     samples = [s for s in samples if "mark" not in s]

@@ -287,8 +287,12 @@ class Recorder(Callback):
 
 
 def learning_rate(model: keras.Model) -> float:
-    """Returns the learning rate of the next update."""
-    return float(keras_internals.inner_optimizer(model.optimizer).learning_rate)
+    """Returns the learning rate of the last update; a schedule of Keras tells that of the next one, 0 at the end."""
+    optimizer = keras_internals.inner_optimizer(model.optimizer)
+    rate = keras_internals.rate_setting(optimizer)
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        return float(rate(keras.ops.maximum(optimizer.iterations - 1, 0)))
+    return float(optimizer.learning_rate)
 
 
 def fingerprint(model: keras.Model) -> tuple[str, float]:
