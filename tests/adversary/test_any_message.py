@@ -20,7 +20,6 @@ from support import adversary
 
 from tfdist.cluster import registration, watch, wire
 from tfdist.cluster.watch import Watch
-from tfdist.cluster.wire import Acceptor
 from tfdist.launch import node_agent
 from tfdist.launch.worker_process import Events
 
@@ -141,7 +140,7 @@ def door():
     """A port, and who was let in there and who was not."""
     guests, strangers = queue.Queue(), queue.Queue()
     listener = wire.listen("127.0.0.1", 0)
-    acceptor = Acceptor(listener, SECRET, lambda *guest: guests.put(guest), lambda *who: strangers.put(who), 8)
+    acceptor = wire.Acceptor(listener, SECRET, lambda *guest: guests.put(guest), lambda *who: strangers.put(who), 8)
     yield listener.getsockname(), guests, strangers
     acceptor.close()
 

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from support import adversary
 
 from tfdist import config
-from tfdist.checkpoints import files, integrity, oom_note, resume, training_run
-from tfdist.checkpoints.files import Disk
+from tfdist.checkpoints import files, integrity, resume, training_run
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import schedule
 from tfdist.config.runtime_options import ResumeOptions
@@ -147,7 +146,7 @@ def readers(folder):
     refused(trained_model.read_experiment, asked)
     with contextlib.suppress(UserError):
         for path in files.newest_first(folder / "checkpoints"):
-            refused(resume.load, path, Disk())
+            refused(resume.load, path, files.Disk())
     with contextlib.suppress(UserError):
         for finding in doctor.examine(folder / "checkpoints"):
             adversary.is_one_line(shown(finding.problem))
@@ -161,7 +160,7 @@ def readers(folder):
     refused(run.create)
     assert run.completed in (True, False)
     run.earlier()
-    assert oom_note.read(run) >= 1
+    assert resume.read_accumulate(run) >= 1
     refused(run.cut, "history.jsonl", lambda line: True)
     refused(run.append, "history.jsonl", {"a": 1})
     run.release()

@@ -20,7 +20,6 @@ from support.bucket_server import Broken
 import tfdist
 from tfdist.checkpoints import bucket_folder
 from tfdist.checkpoints import files as files_lib
-from tfdist.checkpoints.bucket_folder import BucketFolder, opened
 from tfdist.checkpoints.folder_lock import LOCK
 from tfdist.cluster import env_vars
 from tfdist.config import buckets
@@ -345,7 +344,7 @@ def test_damage_in_the_bucket_is_found_and_damage_on_the_way_is_not_kept(place, 
 
 
 def folder(url, **options):
-    made = opened(url, True, **options)
+    made = bucket_folder.opened(url, True, **options)
     made.create()
     return made
 
@@ -421,7 +420,7 @@ def test_the_second_run_on_another_machine_ends_the_first(s3, monkeypatch, tmp_p
 
 @pytest.mark.parametrize("ends", ["killed", "failed"])
 def test_a_launcher_holds_the_folder_for_one_worker_after_another(ends, s3, monkeypatch, tmp_path):
-    launcher = opened(s3, True)
+    launcher = bucket_folder.opened(s3, True)
     launcher.reserve()
     Bucket(s3).put_bytes(b"process 7 on elsewhere\n", LOCK)  # of a run that was killed long ago
 
@@ -518,7 +517,7 @@ def test_a_bucket_that_cannot_be_used_is_said_at_once(place, faulty):
 
 def test_other_workers_do_not_look(s3, server):
     before = sum(server.requests.values())
-    other = BucketFolder(s3, writes=False, reads=False)
+    other = bucket_folder.BucketFolder(s3, writes=False, reads=False)
     other.create()
     other.push()
     other.release()

@@ -13,8 +13,7 @@ import pytest
 from conftest import REPOSITORY
 
 from tfdist import config
-from tfdist.checkpoints import files, oom_note, resume, state_shape, training_run
-from tfdist.checkpoints.files import Disk
+from tfdist.checkpoints import files, resume, state_shape, training_run
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster import env_vars
 from tfdist.config import schedule
@@ -99,7 +98,7 @@ def test_a_forged_state_is_not_used(text, why, folder, said):
         resume.choose(folder / "checkpoints", {}, fields, False)
     assert len(said) == 2 and all(why in line and "\n" not in line for line in said)
     assert all(why in finding.problem for finding in doctor.examine(folder / "checkpoints"))
-    assert resume.load(folder / "checkpoints" / "40", Disk()) is None
+    assert resume.load(folder / "checkpoints" / "40", files.Disk()) is None
     assert trained_model.read_experiment(asked(folder, "latest")).name == "small"
 
 
@@ -175,11 +174,11 @@ def test_a_resume_believes_the_newest_checkpoint(folder, said):
 
 @pytest.mark.parametrize("text", ["[]", "{}", "3", DEEP, '{"status": []}', '{"accumulate": 1e999}'])
 def test_other_files_of_another_shape(text, folder):
-    for name in ("result.json", oom_note.NAME, "environment.json"):
+    for name in ("result.json", resume.ACCUMULATE, "environment.json"):
         (folder / name).write_text(text)
     (folder / "history.jsonl").write_text(text + "\n[1]\n" + '{"updates": 1}\n')
     run = RunFolder(str(folder))
-    assert not run.completed and oom_note.read(run) == 1
+    assert not run.completed and resume.read_accumulate(run) == 1
     run.cut("history.jsonl", lambda line: line.get("updates", 0) == 1)
     assert (folder / "history.jsonl").read_text() == '{"updates": 1}\n'
     run_files.read(folder)
@@ -257,7 +256,7 @@ def test_what_is_no_file_is_not_waited_for(kind, folder):
         trained_model.read_experiment(asked(folder))
     run = RunFolder(str(folder))
     run.could_be_created()
-    assert run.earlier() is None and not run.completed and oom_note.read(run) == 1
+    assert run.earlier() is None and not run.completed and resume.read_accumulate(run) == 1
     with pytest.raises(UserError, match=r"data.json cannot be used"):
         spec_file.read(folder)
     with pytest.raises(UserError, match=r"none of the 2 checkpoints in .* is valid"):

@@ -22,7 +22,6 @@ from support import processes
 
 from tfdist import config
 from tfdist.checkpoints import folder_lock, own_work
-from tfdist.checkpoints.folder_lock import LOCK
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster import env_vars
 from tfdist.config import schedule, validation
@@ -175,9 +174,9 @@ def test_a_folder_that_another_run_has_taken(begun, tmp_path):
     ):
         with pytest.raises(TrainingError, match="was deleted while this run went on, and another run has taken its"):
             action()
-    assert names(begun.path) == [LOCK]
+    assert names(begun.path) == [folder_lock.LOCK]
     begun.release()
-    assert names(begun.path) == [LOCK], "the lock is the other run's"
+    assert names(begun.path) == [folder_lock.LOCK], "the lock is the other run's"
     other.release()
 
 
@@ -240,7 +239,7 @@ def test_a_umask_that_takes_the_user_s_own_rights(tmp_path):
         )
         expected = f"refused: --workdir={path} cannot be written {message}\n" if message else ""
         assert (done.returncode, done.stderr) == (int(bool(message)), expected)
-        assert names(path) in ([], [LOCK])
+        assert names(path) in ([], [folder_lock.LOCK])
 
 
 def test_a_model_is_saved_though_the_clock_is_before_1980(tmp_path, monkeypatch):
@@ -402,12 +401,12 @@ def test_who_was_lent_the_lock_of_a_folder_that_is_deleted_has_one_of_its_own(be
         begun.reserve()
     worker.release()
     begun.reserve()
-    assert names(begun.path) == [LOCK, "history.jsonl"]
+    assert names(begun.path) == [folder_lock.LOCK, "history.jsonl"]
 
 
 @pytest.mark.parametrize("claim", ["-1", "x", "999999999", "99999999999999999999", "{other}", "{opened}"])
 def test_who_only_says_that_it_was_lent_the_lock_is_refused(claim, begun, monkeypatch):
-    with (begun.path / "experiment.json").open() as other, (begun.path / LOCK).open() as opened:
+    with (begun.path / "experiment.json").open() as other, (begun.path / folder_lock.LOCK).open() as opened:
         monkeypatch.setenv(env_vars.FOLDER_LOCK, claim.format(other=other.fileno(), opened=opened.fileno()))
         with pytest.raises(UserError, match="is in use by another run"):
             RunFolder(str(begun.path)).create()

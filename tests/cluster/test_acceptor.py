@@ -13,7 +13,6 @@ import threading
 import pytest
 
 from tfdist.cluster import wire
-from tfdist.cluster.wire import Acceptor
 
 LIMIT_S = 30
 
@@ -25,7 +24,7 @@ class Door:
         listener = wire.listen("127.0.0.1", 0)
         self.at = listener.getsockname()
         self._guests, self._strangers = queue.Queue(), queue.Queue()
-        self._acceptor = Acceptor(
+        self._acceptor = wire.Acceptor(
             listener,
             "hush",
             lambda connection, host: self._guests.put((connection, host)),

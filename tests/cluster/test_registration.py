@@ -15,7 +15,6 @@ from support import processes
 from support.running import Running
 
 from tfdist.cluster import heartbeat, wire
-from tfdist.cluster.heartbeat import State
 
 MEMBER = r'''
 """One worker: meets the others as the JSON in argv says, then does as it is told."""
@@ -563,7 +562,7 @@ def test_a_signal_that_the_main_thread_cannot_see(member, master, numbers, expec
 
 
 def states(**phases):
-    return {int(rank[1:]): State(phase, 4, 100.0 - seconds) for rank, (phase, seconds) in phases.items()}
+    return {int(rank[1:]): heartbeat.State(phase, 4, 100.0 - seconds) for rank, (phase, seconds) in phases.items()}
 
 
 STALLS = [  # at 100 s, with 10 s allowed
@@ -587,7 +586,7 @@ STALLS = [  # at 100 s, with 10 s allowed
         ),
     ),
     (
-        states(r0=("call", 11)) | {1: State("waiting", 5, 88.0)},
+        states(r0=("call", 11)) | {1: heartbeat.State("waiting", 5, 88.0)},
         {1: "update 5"},
         (None, "no worker has finished a call for 11 s since update 4 (--stall_timeout)"),
     ),

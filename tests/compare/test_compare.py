@@ -22,7 +22,6 @@ from support.nvidia_drivers import driver, printing  # noqa: F401  driver is a f
 from tfdist import config
 from tfdist.checkpoints import run_folder
 from tfdist.compare import presentation, results, runner, trial
-from tfdist.compare.results import Row
 from tfdist.config.runtime_options import Environment
 from tfdist.errors import TrainingError, UserError
 from tfdist.train import __main__ as train
@@ -222,7 +221,7 @@ def test_layers_that_depend_on_the_number_of_replicas(folders):
 def row(name, rate=100.0, weights="same", **fields):
     strategy, _, replicas = name.partition(" ")
     fields = dict(status="completed", threads=1, jit="off", distance=3e-7, variable="dense/kernel") | fields
-    return Row(
+    return results.Row(
         name, strategy, int(replicas), command="", folder="", examples_per_second=rate, weights=weights, **fields
     )
 

@@ -11,7 +11,6 @@ import tensorflow as tf
 import tfdist
 from tfdist.data import batches
 from tfdist.data.batch_layout import Layout
-from tfdist.data.batches import BatchFeed
 from tfdist.data.sources import Batches
 
 X = np.random.default_rng(1).normal(size=(12, 3)).astype("float32")
@@ -49,7 +48,7 @@ def test_what_counts():
 
 
 def feed_of(dataset, **layout):
-    return BatchFeed(Batches(dataset), Layout(4, 2, 1, **layout))
+    return batches.BatchFeed(Batches(dataset), Layout(4, 2, 1, **layout))
 
 
 def read(feed, update, count):

@@ -7,8 +7,7 @@ from support.refusals import refused
 
 import tfdist
 from tfdist import config
-from tfdist.config.buckets import Bucket
-from tfdist.data import bucket_files
+from tfdist.config import buckets
 
 ROWS = "".join(f"{i},{i * i % 7},{i % 2}\n" for i in range(40))
 
@@ -30,7 +29,7 @@ def downloads(said):
 
 @pytest.mark.parametrize("path", ["train.csv", "", "*.csv", "t*.csv"])
 def test_a_file_a_folder_and_a_pattern_are_downloaded_once(path, url, said, tmp_path):
-    bucket = Bucket(f"{url}/data")
+    bucket = buckets.Bucket(f"{url}/data")
     bucket.put_bytes(b"a,b,kind\n" + ROWS.encode(), "train.csv")
     if not path:
         bucket.put_bytes(b"a,b,kind\n" + ROWS.encode(), "test.csv")
@@ -54,7 +53,7 @@ def test_prepared_data_of_tfds_are_taken_from_a_bucket(url, said, tmp_path):
     tfdist.load_data("digits", data_dir=str(tmp_path / "here"))
     for file in (tmp_path / "here").rglob("*"):
         if file.is_file() and not file.name.startswith("."):
-            Bucket(f"{url}/tfds").put(file, file.relative_to(tmp_path / "here").as_posix())
+            buckets.Bucket(f"{url}/tfds").put(file, file.relative_to(tmp_path / "here").as_posix())
     data = tfdist.load_data("digits", data_dir=f"{url}/tfds/")
     assert data.train.size == 1437 and len(downloads(said)) == 1
     with refused(f"data.data_dir={url}/tfds has no files"):
@@ -64,18 +63,18 @@ def test_prepared_data_of_tfds_are_taken_from_a_bucket(url, said, tmp_path):
 def test_what_is_not_there_or_leads_elsewhere_is_refused(url, tmp_path):
     for name in (f"csv:{url}/nothing.csv", f"image_folder:{url}/nothing", f"tfrecord:{url}/*.tfrecord"):
         with refused("has no files: give the URL of a file"):
-            bucket_files.here(config.Data(name=name))
-    Bucket(f"{url}/data").put_bytes(b"x", "train.csv")
+            buckets.data_here(config.Data(name=name))
+    buckets.Bucket(f"{url}/data").put_bytes(b"x", "train.csv")
     with refused("a dry run downloads nothing"):
-        bucket_files.here(config.Data(name=f"csv:{url}/data/train.csv"), download=False)
-    system = Bucket(url)._system()
+        buckets.data_here(config.Data(name=f"csv:{url}/data/train.csv"), download=False)
+    system = buckets.Bucket(url)._system()
     system.pipe_file(f"{url}/data/../escaped", b"x")
-    bucket_files.local(f"{url}/data", "data.name")
+    buckets.local_copy(f"{url}/data", "data.name")
     assert not list(tmp_path.rglob("escaped"))
 
 
 def test_paths_and_names_stay_as_they_are():
     for data in (config.Data(), config.Data(name="csv:a.csv"), config.Data(name="hf:mnist"), config.Data(name="a.b:c")):
-        assert bucket_files.here(data) == data
+        assert buckets.data_here(data) == data
     public = config.Data(name="mnist", data_dir="gs://tfds-data/datasets")
-    assert bucket_files.here(public) is public
+    assert buckets.data_here(public) is public

@@ -5,16 +5,15 @@ import pytest
 import tensorflow_datasets as tfds
 from support.refusals import refused
 
-from tfdist.data.splits import select
+from tfdist.data.datasets.examples import select_split
 from tfdist.errors import UserError
 
 SIZES = {"train": 1003, "test": 7}
 
 
 def rows(text):
-    return [
-        (name, numbers[0], numbers[-1] + 1) for name, numbers in select(text, SIZES, "data.train_split", "the data")
-    ]
+    parts = select_split(text, SIZES, "data.train_split", "the data")
+    return [(name, numbers[0], numbers[-1] + 1) for name, numbers in parts]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ def test_two_slices_with_a_common_bound_share_no_example_and_leave_none_out(size
     found = []
     for text in (f"a[:{percent}%]", f"a[{percent}%:]"):
         try:
-            found += [select(text, {"a": size}, "f", "w")[0][1]]
+            found += [select_split(text, {"a": size}, "f", "w")[0][1]]
         except UserError as error:
             assert "selects none" in str(error)
     np.testing.assert_array_equal(np.concatenate(found), np.arange(size))
@@ -88,5 +87,5 @@ def test_two_slices_with_a_common_bound_share_no_example_and_leave_none_out(size
 )  # fmt: skip
 def test_what_is_refused(text, message):
     with refused() as error:
-        select(text, SIZES, "data.train_split", "the data")
+        select_split(text, SIZES, "data.train_split", "the data")
     assert message in str(error.value)

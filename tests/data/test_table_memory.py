@@ -14,7 +14,6 @@ import tfdist
 from tfdist.config import host_memory
 from tfdist.data import arrays
 from tfdist.data import loaded as loaded_lib
-from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Batches
 from tfdist.data.spec import Column, Spec
 
@@ -116,7 +115,7 @@ def test_a_training_from_a_file_ends_as_from_memory(connect, tmp_path):
 def loaded(train=None, evaluation=None):
     x, y = table(5_000 * 4), np.arange(20_000) % 3
     parts = {"numbers": x, "more": (x[:, 0] > 50, [y.astype(np.uint8)])}
-    return Loaded(train or Arrays((parts, y)), evaluation or Arrays((x[:7], y[:7], y[:7] / 2)), 20_000, SPEC)
+    return loaded_lib.Loaded(train or Arrays((parts, y)), evaluation or Arrays((x[:7], y[:7], y[:7] / 2)), 20_000, SPEC)
 
 
 def assert_same(one, other):
@@ -180,7 +179,7 @@ def test_the_memory_of_somebody_else_is_not_taken(tables, tmp_path):
         loaded(evaluation=Arrays((np.array(["a", "b"]), np.zeros(2)))),
         loaded(evaluation=Arrays((np.array([None, 2]), np.zeros(2)))),
         loaded(evaluation=Arrays(({7: np.zeros(2)}, np.zeros(2)))),
-        Loaded(Arrays((np.zeros(9), np.zeros(9))), Arrays((np.zeros(9), np.zeros(9))), 9, SPEC),
+        loaded_lib.Loaded(Arrays((np.zeros(9), np.zeros(9))), Arrays((np.zeros(9), np.zeros(9))), 9, SPEC),
     ],
 )
 def test_what_is_not_shared(data, tables):

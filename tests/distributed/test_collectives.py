@@ -12,7 +12,6 @@ import tfdist
 from tfdist.config import schedule as schedule_lib
 from tfdist.config import validation
 from tfdist.distributed import collectives
-from tfdist.distributed.collectives import sum_in_order
 from tfdist.errors import TrainingError, UserError
 from tfdist.models import optimizers
 from tfdist.verification import replica_sync_check
@@ -177,7 +176,7 @@ def test_replicas_are_added_up_from_first_to_last(replicas, read, connect):
     np.testing.assert_array_equal(total, expected)
 
 
-@pytest.mark.parametrize("add, order", [(sum_in_order, (0, 1, 2)), (tf.add_n, (2, 1, 0))])
+@pytest.mark.parametrize("add, order", [(collectives.sum_in_order, (0, 1, 2)), (tf.add_n, (2, 1, 0))])
 def test_only_ours_keeps_its_order(add, order):
     """`tf.add_n` begins with the memory that it may reuse: if this changes, `sum_in_order` can go."""
     values = [tf.constant(v, tf.float32) for v in np.random.default_rng(0).normal(size=(3, 1000))]

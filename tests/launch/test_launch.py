@@ -27,7 +27,6 @@ from tfdist.launch import __main__ as launch_main
 from tfdist.launch import plan as launch_plan
 from tfdist.launch import worker_process
 from tfdist.launch.failure_policy import AttemptOutcome
-from tfdist.launch.worker_process import Events, Screen
 
 TWO = ("--nproc_per_node=2", "--")
 ACT = (*TWO, "actor.py")
@@ -228,7 +227,7 @@ def test_nothing_of_a_write_is_lost(blocking):
         before = signal.signal(signal.SIGALRM, lambda *_: None)
         signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
         try:
-            Screen().write(data, stream)
+            worker_process.Screen().write(data, stream)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
@@ -659,8 +658,8 @@ def test_a_full_disk_ends_the_log_and_not_the_run(capfd, tmp_path):
     start = worker_process.Start(
         0, [sys.executable, "-c", "print('line')"], dict(os.environ), log=pathlib.Path("/dev/full")
     )
-    with Events() as events:
-        crew = worker_process.WorkerGroup([start], events, Screen())
+    with worker_process.Events() as events:
+        crew = worker_process.WorkerGroup([start], events, worker_process.Screen())
         exits = []
         while crew.alive:
             events.wait(min(1.0, crew.timeout()))

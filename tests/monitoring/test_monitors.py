@@ -28,9 +28,8 @@ from tfdist.config import Experiment, schedule
 from tfdist.distributed import gpus
 from tfdist.errors import UserError
 from tfdist.monitoring import flops, monitors, progress
-from tfdist.monitoring.monitors import Board, Timeline
 from tfdist.train import dry_run
-from tfdist.trainer.timing import Call, Spent
+from tfdist.trainer.callbacks import Call, Spent
 
 L = keras.layers
 
@@ -208,7 +207,7 @@ def test_tensorboard_forgets_what_a_resumed_run_repeats(tmp_path, monkeypatch):
     clock = itertools.count(1_700_000_000)
     monkeypatch.setattr(event_file_writer, "time", types.SimpleNamespace(time=lambda: next(clock)))
     for start, steps in ((0, (10, 20, 30)), (20, (25, 30))):
-        board = Board(tmp_path / "tensorboard")
+        board = monitors.Board(tmp_path / "tensorboard")
         board.begin(start, {"config.seed": "7"})
         for step in steps:
             board.scalars("train", step, {"loss": start + step / 100, "array": np.ones(3), "unknown": None})
@@ -221,7 +220,7 @@ def test_tensorboard_forgets_what_a_resumed_run_repeats(tmp_path, monkeypatch):
 
 def test_a_disk_that_is_full_ends_tensorboard_alone(tmp_path, said):
     (tmp_path / "tensorboard").write_text("a file where a folder should be")
-    board = Board(tmp_path / "tensorboard")
+    board = monitors.Board(tmp_path / "tensorboard")
     board.begin(0, {})
     board.scalars("train", 1, {"loss": 1.0})
     board.close()
@@ -232,7 +231,7 @@ def test_a_disk_that_fills_up_ends_tensorboard_alone(tmp_path, said, monkeypatch
     """Its thread meets the error first; a launcher takes a traceback for the cause of what fails next."""
     printed = mock.Mock()
     monkeypatch.setattr(threading, "excepthook", printed)
-    board = Board(tmp_path / "tensorboard")
+    board = monitors.Board(tmp_path / "tensorboard")
     board.begin(0, {})
     writer = board._writers["train"]
     with pytest.MonkeyPatch.context() as patched:
@@ -258,7 +257,7 @@ def test_slow_input_is_said_once(connect, said):
     work = types.SimpleNamespace(count=lambda: None, rates=lambda rate: {"flops_per_second": None})
     for waited, lines in ((0.9, 1), (0.1, 0)):
         said.clear()
-        timeline = Timeline(folder, recorder(begun=0.0), monitors.Usage(()), work, Experiment(), None)
+        timeline = monitors.Timeline(folder, recorder(begun=0.0), monitors.Usage(()), work, Experiment(), None)
         timeline.set_model(small(connect(1)))
         for _ in range(3):
             timeline.on_call(Call(10, 80, Spent(4 * waited, 4 * (1 - waited), 0.0, 0.0), True, 1.0))

@@ -23,7 +23,7 @@ from tfdist.data.datasets import registry
 from tfdist.distributed import connect
 from tfdist.models import build as models
 from tfdist.models import optimizers
-from tfdist.topology import environment, program
+from tfdist.topology import compiler, program
 
 
 def built(experiment, distribution):
@@ -109,8 +109,8 @@ def _executed(model, programs, values, updates, replicas):
             ],
         }
         (folder / "work.json").write_text(json.dumps(work))
-        kind = next(kind for kind in environment.KINDS if environment.is_there(kind))
-        child = [environment.python(kind, "the emulated mesh"), pathlib.Path(__file__).with_name("mesh_child.py")]
+        kind = next(kind for kind in compiler.KINDS if compiler.is_there(kind))
+        child = [compiler.python(kind, "the emulated mesh"), pathlib.Path(__file__).with_name("mesh_child.py")]
         done = subprocess.run([*map(str, child), temporary], capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stderr[-2000:]
         ends = dict(np.load(folder / "ends.npz"))

@@ -5,13 +5,11 @@ import pytest
 from conftest import REPOSITORY
 from support import mesh
 
-from tfdist.topology import environment
+from tfdist.topology import compiler
 
 pytestmark = [
     pytest.mark.topology,
-    pytest.mark.skipif(
-        not any(map(environment.is_there, environment.KINDS)), reason="no compilers: make topology-check"
-    ),
+    pytest.mark.skipif(not any(map(compiler.is_there, compiler.KINDS)), reason="no compilers: make topology-check"),
 ]
 
 CASES = {

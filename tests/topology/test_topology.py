@@ -14,7 +14,7 @@ from support import training_cases
 from tfdist import config
 from tfdist.data import sources
 from tfdist.errors import TrainingError, UserError
-from tfdist.topology import compile_child, compiler, environment, known, program
+from tfdist.topology import compile_child, compiler, known, program
 from tfdist.train import ahead_of_time
 
 L = keras.layers
@@ -28,7 +28,7 @@ DONE = "%all-reduce-done.1 = f32[18]{0} all-reduce-done(%all-reduce-start.1), me
 @pytest.fixture
 def nowhere(monkeypatch, tmp_path):
     """A folder for environments, of which there is none."""
-    monkeypatch.setenv(environment.PLACE, str(tmp_path / "compilers"))
+    monkeypatch.setenv(compiler.PLACE, str(tmp_path / "compilers"))
     return tmp_path / "compilers"
 
 
@@ -193,28 +193,28 @@ def test_an_installation_that_fails_says_why_and_the_next_one_begins_anew(nowher
             log.write("ERROR: No matching distribution found for jax\n")
         return int("install" in arguments and len(ran) < 4)
 
-    monkeypatch.setattr(environment, "_run", run)
+    monkeypatch.setattr(compiler, "_run", run)
     with pytest.raises(UserError, match=r"pip cannot install the compilers for tpu \(No matching distribution found"):
-        environment.install("tpu")
-    assert not environment.is_there("tpu")
-    assert "are in" in environment.install("tpu") and environment.is_there("tpu")
-    assert "are already in" in environment.install("tpu")
-    assert "--require-hashes" in ran[1] and str(nowhere) in str(environment.python("tpu", "a test"))
+        compiler.install("tpu")
+    assert not compiler.is_there("tpu")
+    assert "are in" in compiler.install("tpu") and compiler.is_there("tpu")
+    assert "are already in" in compiler.install("tpu")
+    assert "--require-hashes" in ran[1] and str(nowhere) in str(compiler.python("tpu", "a test"))
 
 
 def test_what_installations_refuse(nowhere, monkeypatch):
-    monkeypatch.setattr(environment, "OLDEST", (4, 0))
+    monkeypatch.setattr(compiler, "OLDEST", (4, 0))
     with pytest.raises(UserError, match=r"the compilers need Python 4.0 or newer, and this is 3"):
-        environment.install("tpu")
+        compiler.install("tpu")
     monkeypatch.undo()
     nowhere.write_text("")
-    monkeypatch.setenv(environment.PLACE, str(nowhere))
+    monkeypatch.setenv(compiler.PLACE, str(nowhere))
     with pytest.raises(UserError, match=r"cannot be written .* set TFDIST_TOPOLOGY to another folder"):
-        environment.install("tpu")
+        compiler.install("tpu")
 
 
 def test_a_compiler_that_ends_without_an_answer(monkeypatch):
-    monkeypatch.setattr(environment, "python", lambda kind, asker: "/bin/python")
+    monkeypatch.setattr(compiler, "python", lambda kind, asker: "/bin/python")
     done = subprocess.CompletedProcess([], -11, b"", b"noise\nSegmentation fault\n")
     monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: done)
     with pytest.raises(TrainingError, match=r"ended without an answer \(exit code -11: Segmentation fault\)"):
@@ -222,8 +222,8 @@ def test_a_compiler_that_ends_without_an_answer(monkeypatch):
 
 
 def test_every_pinned_package_has_digests_and_no_address():
-    for kind in environment.KINDS:
-        text = environment.requirements(kind).read_text()
+    for kind in compiler.KINDS:
+        text = compiler.requirements(kind).read_text()
         pins = re.findall(r"^([\w-]+)==[\w.]+ \\$", text, re.M)
         assert {"jax", "jaxlib"} <= set(pins) and "://" not in text
         assert len(re.findall(r"^    --hash=sha256:[0-9a-f]{64}", text, re.M)) >= len(pins)

@@ -12,7 +12,7 @@ from conftest import REPOSITORY
 from support import memory_hungry_model, processes, training_cases
 
 import tfdist
-from tfdist.checkpoints import oom_note
+from tfdist.checkpoints import resume
 from tfdist.errors import TrainingError
 
 BATCH = 24
@@ -184,7 +184,7 @@ def test_a_run_of_one_process_goes_on_by_itself(run, tmp_path, by_hand):
     assert done.returncode == 0, done.stderr
     same(result(tmp_path), by_hand)
     assert "(train.accumulate=4), with the same result" in done.stdout
-    assert json.loads((tmp_path / "out" / oom_note.NAME).read_text()) == {"accumulate": 4}
+    assert json.loads((tmp_path / "out" / resume.ACCUMULATE).read_text()) == {"accumulate": 4}
 
 
 @pytest.mark.faults
@@ -198,7 +198,7 @@ def test_several_processes_end_and_the_next_attempt_takes_it_up(run, tmp_path, b
         and ", at 16 examples at a time: train.accumulate=2 needs less" in first.stderr
     )
     assert result(tmp_path)["status"] == "failed"
-    assert json.loads((tmp_path / "out" / oom_note.NAME).read_text()) == {"accumulate": 2}
+    assert json.loads((tmp_path / "out" / resume.ACCUMULATE).read_text()) == {"accumulate": 2}
     second = run("tfdist.launch", "--nproc_per_node=2", "--", *flags, path=SUPPORT)
     assert second.returncode == 0, second.stderr
     assert "tfdist: train.accumulate=2 instead of 1: the run before ran out of memory" in second.stdout
@@ -221,13 +221,14 @@ def test_notes_that_say_nothing(tmp_path):
     from tfdist.checkpoints.run_folder import RunFolder
 
     folder = RunFolder(str(tmp_path), True)
-    assert oom_note.read(folder) == 1
+    assert resume.read_accumulate(folder) == 1
     for text in ("", "{", "[]", '{"accumulate": "many"}', '{"accumulate": -3}'):
-        (tmp_path / oom_note.NAME).write_text(text)
-        assert oom_note.read(folder) == 1
-    oom_note.record_advice(
-        folder, "lost worker 1 (here): it stopped: out of memory (x), at 8 examples at a time: " + oom_note.advice(6)
+        (tmp_path / resume.ACCUMULATE).write_text(text)
+        assert resume.read_accumulate(folder) == 1
+    resume.record_accumulate_advice(
+        folder,
+        "lost worker 1 (here): it stopped: out of memory (x), at 8 examples at a time: " + resume.accumulate_advice(6),
     )
-    assert oom_note.read(folder) == 6
-    oom_note.record_advice(folder, "something else")
-    assert oom_note.read(folder) == 6
+    assert resume.read_accumulate(folder) == 6
+    resume.record_accumulate_advice(folder, "something else")
+    assert resume.read_accumulate(folder) == 6

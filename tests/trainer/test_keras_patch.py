@@ -14,7 +14,6 @@ import tfdist
 from tfdist.cluster.peers import Peers
 from tfdist.distributed import connect as connect_lib
 from tfdist.trainer import keras_patch
-from tfdist.trainer.keras_patch import KerasPatch
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(45, 6)).astype("float32"), RNG.integers(0, 3, 45)
@@ -85,7 +84,7 @@ def script():
 def patched(connect):
     def install(replicas, peers=None, **options):
         distribution = dataclasses.replace(connect(replicas), peers=peers) if peers else connect(replicas)
-        keras_patch.install(KerasPatch(distribution, **options))
+        keras_patch.install(keras_patch.KerasPatch(distribution, **options))
         return distribution
 
     yield install

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from programs.surface.layers import CentersTheBatch, CountsAllCalls, CountsExamples, SumOfSquares
+from programs.surface.layers import CentersTheBatch, CountsAllCalls, CountsCalls, CountsExamples, SumOfSquares
 from support import training_cases
 
 import tfdist
@@ -141,11 +141,8 @@ def test_what_differs_is_named(connect, layers, model, words):
         trained(connect, *layers, model=model, choice="off")
 
 
-class GrowsWithItsCalls(L.Layer):
+class GrowsWithItsCalls(CountsCalls):
     """Has a loss whose weight grows with each call, as the annealing of a variational model has it."""
-
-    def build(self, shape):
-        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
 
     def call(self, x, training=False):
         if training:

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 from tfdist.checkpoints import files
-from tfdist.checkpoints.files import DISK, Disk
 from tfdist.checkpoints.folder_lock import LOCK, first_line
 from tfdist.checkpoints.run_folder import LOGS, RunFolder
 from tfdist.config import buckets, local_files
@@ -36,7 +35,7 @@ _CLAIMED = b"claimed\n"
 _BUSY_S = 5.0  # that the last words of a run wait for an upload in progress
 
 
-class BucketStorage(Disk):
+class BucketStorage(files.Disk):
     """Checkpoints in a bucket, of which `folder` is a copy on this machine.
 
     A bucket has no rename. Therefore `manifest.json` is written last, and a checkpoint without one does not count.
@@ -98,7 +97,7 @@ class BucketStorage(Disk):
                 files.verify(path)
                 return
             except files.DamagedError:  # the next one to verify it reports what is missing
-                names = (files.read_object(path / files.MANIFEST) or {}).get("files")
+                names = (local_files.read_object(path / files.MANIFEST) or {}).get("files")
                 with self._user_errors():
                     for name in filter(files.is_inside, names if isinstance(names, dict) else ()):
                         with contextlib.suppress(MissingError):
@@ -332,11 +331,11 @@ def opened(workdir: str, writes: bool, reads: bool = True) -> RunFolder:
     return BucketFolder(workdir, writes, reads) if buckets.is_url(workdir) else RunFolder(workdir, writes)
 
 
-def checkpoints_at(folder: str | os.PathLike) -> tuple[pathlib.Path, Disk]:
+def checkpoints_at(folder: str | os.PathLike) -> tuple[pathlib.Path, files.Disk]:
     """Returns the path of a folder of checkpoints on this machine, and its storage; it may be a URL that is checked."""
     text = os.fspath(folder)
     if not buckets.is_url(text):
-        return pathlib.Path(text), DISK
+        return pathlib.Path(text), files.DISK
     copy = local_files.temporary_folder()
     return copy, BucketStorage(copy, Bucket(text))
 

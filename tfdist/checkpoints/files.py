@@ -18,7 +18,6 @@ from typing import Any
 
 from tfdist.checkpoints import state_shape
 from tfdist.config import local_files
-from tfdist.config.local_files import json_object, read_object  # noqa: F401  others take them from here
 from tfdist.errors import UserError
 
 FORMAT = 1

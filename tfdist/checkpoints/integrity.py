@@ -80,7 +80,7 @@ def check_state(folder: pathlib.Path, state: Mapping[str, Any], checkpoint: str,
 
     `checkpoint` is its name, for messages; `model_file` one outside of the folder, if the model is built from it.
     """
-    recorded, made_with = files.read_object(folder / TRUSTED[0]), state["experiment"]
+    recorded, made_with = local_files.read_object(folder / TRUSTED[0]), state["experiment"]
     if recorded is not None and made_with and (odd := resume.differences(flat(recorded), made_with)):
         raise UserError(f"{TRUSTED[0]} is not what {checkpoint} was made with ({'; '.join(odd[:5])})", REPAIR)
     expected = state.get("facts", {}).get(resume.MODEL_FILE)

@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 
 from tfdist.checkpoints import bucket_folder, files, training_run, training_state
-from tfdist.checkpoints.files import Disk
 from tfdist.checkpoints.resume import MODEL_FILE, LoadedCheckpoint, Position, choose, load
 from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.config import buckets, schedule
-from tfdist.config.buckets import BucketError
 from tfdist.config.messages import logger
 from tfdist.data.spec import Structure
 from tfdist.errors import TrainingError, UserError, one_line, printable
@@ -57,7 +55,7 @@ class Checkpoints:
         experiment: Mapping[str, str] | None = None,
         data_sha256: str = "",
         model_sha256: str = "",
-        storage: Disk | None = None,
+        storage: files.Disk | None = None,
     ):
         buckets.check("folder", os.fspath(folder))  # before it is a path, which takes gs:// for gs:/
         schedule.interval("checkpoint.every", every)
@@ -303,7 +301,7 @@ class Checkpoints:
             text = re.sub(r"\{\{.*?\}\}|\[Op:.*", "", text)  # {{function_node ...}} and [Op:SaveV2] name: ...
             text = re.sub(re.escape(str(self.folder)) + r"\S*", "", text)  # each checkpoint has another path
             why = printable(text.strip(" ;:,") or type(error).__name__, 120)
-        fix = f"look at {error.place}" if isinstance(error, BucketError) else f"free or repair {self.folder}"
+        fix = f"look at {error.place}" if isinstance(error, buckets.BucketError) else f"free or repair {self.folder}"
         kept = f"the one of update {files.update_of(self.kept[-1])} is kept" if self.kept else "there is none"
         self.failure = f"the checkpoint after update {update} could not be written ({why})"
         self.unwritten.add(update)

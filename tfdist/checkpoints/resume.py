@@ -1,8 +1,12 @@
-"""Selects the checkpoint that a run resumes from: the newest that is valid, and of the same experiment."""
+"""Selects the checkpoint that a run resumes from: the newest that is valid, and of the same experiment.
+
+And records, for the next attempt, into how many micro-batches an update must be cut after a run was out of memory.
+"""
 
 import contextlib
 import dataclasses
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +14,7 @@ from tfdist.checkpoints import files
 from tfdist.checkpoints.files import DISK, DamagedError, Disk
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster.peers import differing_facts
-from tfdist.config import Experiment, current_name, flat
+from tfdist.config import Experiment, current_name, flat, local_files
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import ResumeOptions
 from tfdist.config.user_functions import as_now
@@ -215,3 +219,31 @@ def intent(folder: RunFolder, continues: bool) -> str:
         return f"{folder.name}, the run in it set aside" if folder.holds_run else folder.name
     newest = files.newest_first(folder.checkpoints)
     return f"{folder.name}, from update {files.update_of(newest[0])} on" if newest else folder.name
+
+
+ACCUMULATE = "accumulate.json"
+_ADVICE = re.compile(r"out of memory.* train\.accumulate=(\d+) ")
+
+
+def accumulate_advice(accumulate: int) -> str:
+    """Returns the end of an error message, which `record_accumulate_advice` parses on whichever worker it arrives."""
+    return f"train.accumulate={accumulate} needs less of it and changes nothing else"
+
+
+def write_accumulate(folder: RunFolder, accumulate: int) -> None:
+    """Records the number of micro-batches for the next attempt."""
+    folder.write(ACCUMULATE, {"accumulate": accumulate})
+
+
+def record_accumulate_advice(folder: RunFolder, message: str) -> None:
+    """Records what an error message advises, of this worker or another one."""
+    if advised := _ADVICE.search(message):
+        write_accumulate(folder, int(advised[1]))
+
+
+def read_accumulate(folder: RunFolder) -> int:
+    """Returns what the previous attempt has recorded; 1 if nothing."""
+    try:
+        return max(1, int((local_files.read_object(folder.path / ACCUMULATE) or {})["accumulate"]))
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return 1

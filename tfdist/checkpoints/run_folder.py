@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tfdist.checkpoints import files
-from tfdist.checkpoints.files import DISK, Disk
 from tfdist.checkpoints.folder_lock import LOCK, FolderLock
 from tfdist.config import local_files
 from tfdist.config.messages import logger
@@ -45,7 +44,7 @@ class RunFolder:
       name: as the user writes it, if not `path`.
     """
 
-    def __init__(self, path: str, writes: bool = True, name: str = "", storage: Disk = DISK):
+    def __init__(self, path: str, writes: bool = True, name: str = "", storage: files.Disk = files.DISK):
         self.path = pathlib.Path(path)
         self.name = name or str(self.path)
         self.checkpoints = self.path / "checkpoints"
@@ -121,7 +120,7 @@ class RunFolder:
 
     def earlier(self) -> dict[str, Any] | None:
         """Returns the experiment of the run that this folder holds; None if it holds none."""
-        return files.read_object(self.path / "experiment.json")
+        return local_files.read_object(self.path / "experiment.json")
 
     @property
     def holds_run(self) -> bool:
@@ -131,7 +130,7 @@ class RunFolder:
     @property
     def completed(self) -> bool:
         """Tells whether the earlier run completed."""
-        return (files.read_object(self.path / "result.json") or {}).get("status") == "completed"
+        return (local_files.read_object(self.path / "result.json") or {}).get("status") == "completed"
 
     def set_aside(self) -> pathlib.Path | str | None:
         """Renames a folder that holds an earlier run, so that it is never overwritten; a link to it stays.
@@ -211,7 +210,7 @@ class RunFolder:
         with self._writing(name):
             text = local_files.content(path).decode(errors="replace") if path.exists() else ""
         *whole, last = text.split("\n")
-        lines = [files.json_object(line) for line in [*whole, last, *self._unwritten.pop(name, [])]]
+        lines = [local_files.json_object(line) for line in [*whole, last, *self._unwritten.pop(name, [])]]
         damaged = sum(line is None for line in lines[: len(whole)])
         kept = [line for line in lines if line is not None and keep(line)]
         missing = sum(line not in kept for line in recorded)

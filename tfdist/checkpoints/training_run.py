@@ -1,9 +1,9 @@
 """The state of a training that a checkpoint holds beside its tensors (`state.json`): capture and restore."""
 
 import contextlib
-import csv
 import dataclasses
 import json
+import pathlib
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -12,11 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoints import resume, state_shape, training_state
-from tfdist.checkpoints.resume import LoadedCheckpoint, Position
 from tfdist.config import cpu_kernels
 from tfdist.config.messages import logger
 from tfdist.data.spec import Structure
-from tfdist.distributed import arithmetic
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals
@@ -30,7 +28,7 @@ _KNOWN: dict[type, tuple[str, ...]] = {
 }
 
 _LESS = "less_is_better"  # of a ModelCheckpoint, which finds it out at the end of an epoch, and needs it at batches
-_ROWS, _KEYS = "rows", "keys"  # of a CSVLogger: what its file holds, which `on_train_begin` empties, and its columns
+_ROWS = "rows"  # of a CSVLogger: what its file holds, since `on_train_begin` empties that
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ def identity(
 
 def state_of(
     run: TrainingRun,
-    position: Position,
+    position: resume.Position,
     experiment: Mapping[str, str],
     data_sha256: str,
     facts: Mapping[str, object],
@@ -76,7 +74,7 @@ def state_of(
         "position": dataclasses.asdict(position) | {"logs": {k: _plain(k, v) for k, v in position.logs.items()}},
         "run": run.identity(),
         "replicas": run.distribution.replicas,
-        "arithmetic": arithmetic.facts(run.distribution) if run.virtual_replicas else {},
+        "arithmetic": run.distribution.arithmetic() if run.virtual_replicas else {},
         "strategy": run.distribution.name,
         "cpu_kernels": cpu_kernels.in_use(),
         "experiment": dict(experiment),
@@ -90,8 +88,8 @@ def state_of(
 
 
 def restore(
-    run: TrainingRun, checkpoint: LoadedCheckpoint | None, experiment: Mapping[str, str]
-) -> tuple[Position | None, dict[str, Any]]:
+    run: TrainingRun, checkpoint: resume.LoadedCheckpoint | None, experiment: Mapping[str, str]
+) -> tuple[resume.Position | None, dict[str, Any]]:
     """Restores a checkpoint into the run; called on all workers, with the checkpoint, if any, on the chief.
 
     If the current `experiment` differs from the checkpoint's, the optimizer keeps its current learning rate. Returns
@@ -111,8 +109,13 @@ def restore(
     training_state.restore(model, run.distribution, run.callbacks, checkpoint.tensors if checkpoint else {})
     if run.virtual_replicas or state["replicas"] != run.distribution.replicas:
         training_state.separate_streams(model, run.distribution, apart=not run.virtual_replicas)
-    before = state.get("arithmetic", {}) if run.virtual_replicas else {}
-    odd = arithmetic.differences(arithmetic.facts(run.distribution), before) if before else []
+    there = state.get("arithmetic", {}) if run.virtual_replicas else {}
+    here = run.distribution.arithmetic() if there else {}
+    odd = [
+        f"{name} {there.get(name, 'unknown')} there and {here.get(name, 'unknown')} here"
+        for name in {**there, **here}
+        if there.get(name) != here.get(name)
+    ]
     if odd and run.distribution.is_chief:
         logger.info(f"WARNING: results may not be bit-identical from here on: {'; '.join(odd)}")
     restore_callbacks(run.callbacks, state["callbacks"])
@@ -126,7 +129,7 @@ def restore(
         logger.info(f"WARNING: the callbacks {', '.join(sorted(anew))} start anew, {why}")
     model.history.history = {name: [_value(v) for v in values] for name, values in state["history"].items()}
     model.history.epoch = list(state["epochs"])
-    position = Position(**state["position"])
+    position = resume.Position(**state["position"])
     position.logs = {name: _value(v) for name, v in position.logs.items()}
     if any(state["run"].get(name, value) != value for name, value in run.identity().items()):
         position.update = position.epoch * (run.updates_per_epoch or 0)
@@ -159,27 +162,23 @@ def capture_callbacks(callbacks: keras.callbacks.CallbackList) -> dict[str, Stat
         if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.monitor_op is not None:
             known[_LESS] = callback.monitor_op is keras.ops.less
         if isinstance(callback, keras.callbacks.CSVLogger):
-            known |= {_ROWS: "", _KEYS: callback.keys}
-            with contextlib.suppress(OSError), open(callback.filename, newline="") as file:
-                known[_ROWS] = file.read()
+            known[_ROWS] = ""
+            with contextlib.suppress(OSError):
+                known[_ROWS] = pathlib.Path(callback.filename).read_text()
         if own is not None or known:
             states[name] = known if own is None else own
     return states
 
 
-def _put_back(logger: keras.callbacks.CSVLogger, rows: str, keys: list[str] | None) -> None:
-    """Lets the file go on behind the rows of a checkpoint, without those of later epochs; `keys`: of this fit."""
+def _put_back(logger: keras.callbacks.CSVLogger, rows: str) -> None:
+    """Lets the file go on behind the rows of a checkpoint, without those of later epochs."""
     file = logger.csv_file
     if rows and file:
         file.truncate(0)
         file.seek(0)
         file.write(rows)
         file.flush()
-        if keys is None:
-            logger.append_header = False
-        else:  # not by `append_header`, which another fit with the same object would find
-            logger.keys = list(keys)
-            logger.writer = csv.DictWriter(file, ["epoch", *keys], delimiter=logger.sep)
+        logger.append_header = False
 
 
 def _known(callback: keras.callbacks.Callback) -> list[str]:
@@ -197,7 +196,7 @@ def restore_callbacks(callbacks: keras.callbacks.CallbackList, states: dict[str,
                 callback.set_state(state)
                 continue
             if isinstance(callback, keras.callbacks.CSVLogger) and isinstance(state.get(_ROWS), str):
-                _put_back(callback, state[_ROWS], state.get(_KEYS))
+                _put_back(callback, state[_ROWS])
             if isinstance(callback, keras.callbacks.ModelCheckpoint) and isinstance(state.get(_LESS), bool):
                 callback.monitor_op = keras.ops.less if state[_LESS] else keras.ops.greater
             for field in state.keys() & set(_known(callback)):  # a file sets no other attribute of the callback

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from tfdist.cluster import exit_record, heartbeat, standard_error
-from tfdist.cluster.heartbeat import AHEAD_S, BEAT_S, END, RAISED, SILENT_S
 from tfdist.cluster.watch import Watch
 from tfdist.cluster.wire import Connection
 from tfdist.errors import Interrupted, PeerError, UserError, one_line
@@ -171,9 +170,9 @@ class Peers:
             if not (self._alone or self._apart or self.failure or isinstance(error, Interrupted)):
                 number, self._gathers = self._gathers, self._gathers + 1
                 kind, why = type(error).__name__, one_line(error, 4000)
-                self._watch.give(number, f"{RAISED}{what}: {kind}", why)
+                self._watch.give(number, f"{heartbeat.RAISED}{what}: {kind}", why)
                 with self.during("waiting"):
-                    others = self._watch.wait_for_values(number, AHEAD_S)
+                    others = self._watch.wait_for_values(number, heartbeat.AHEAD_S)
                 if others is None:
                     exit_record.leave(why)
                     self.fail(why, 2 if isinstance(error, UserError) else 1)
@@ -231,7 +230,7 @@ class Peers:
     def verdict(self) -> str:
         """Returns what the peers know about the cause of an error in a collective, once they can know; else ""."""
         if not self._alone:
-            self._watch.wait_for_failure(SILENT_S + 3 * BEAT_S)
+            self._watch.wait_for_failure(heartbeat.SILENT_S + 3 * heartbeat.BEAT_S)
         return self.failure
 
     def error(self) -> PeerError:
@@ -255,7 +254,7 @@ class Peers:
         if self._alone or self._watch.finished:
             return
         try:
-            self.gather(END)
+            self.gather(heartbeat.END)
         except PeerError:
             self._watch.print_failure()
             return

@@ -18,7 +18,6 @@ from tfdist import __version__
 from tfdist.cluster import exit_record, schema, wire
 from tfdist.cluster.addresses import join, split
 from tfdist.cluster.discovery import Cluster
-from tfdist.cluster.exit_record import LostWorker
 from tfdist.cluster.peers import Peers
 from tfdist.config.messages import aside
 from tfdist.errors import UserError, printable
@@ -284,7 +283,7 @@ class _Registration:
     def _report_missing(self, rank: int, why: str = "") -> None:
         """Tells the launcher which worker is missing; -1 if unknown."""
         self.reported = True
-        exit_record.leave(LostWorker(rank, why))
+        exit_record.leave(exit_record.LostWorker(rank, why))
 
     def _report_late(self, rank: int) -> None:
         place, late = self._place(rank), f"has not joined within {self._start_timeout:.0f} s"

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tfdist.cluster import exit_record, heartbeat, schema, standard_error
-from tfdist.cluster.exit_record import LostWorker
 from tfdist.cluster.heartbeat import BEAT_S, GRACE_S, IN_CALL_S, PHASES, SILENT_S, ReceivedSignal, State
 from tfdist.cluster.wire import ClosedError, Connection, Message
 from tfdist.errors import one_line
@@ -154,7 +153,7 @@ class Watch:
             if silent:
                 rank, why = silent[0] or 0, f"{silent[1]} at the end of the run"
                 self.failure = f"lost worker {rank} ({self._hosts[rank]}): {why}"
-                exit_record.leave(LostWorker(rank, f"({self._hosts[rank]}): {why}"))
+                exit_record.leave(exit_record.LostWorker(rank, f"({self._hosts[rank]}): {why}"))
         return silent is not None
 
     def stop(self, message: str) -> None:
@@ -235,7 +234,7 @@ class Watch:
         elif "failed" in message:
             self._lose(rank, f"it stopped: {message['failed']}")
         elif "lost" in message:
-            lost = LostWorker(message["worker"], message["why"]) if message["worker"] >= 0 else None
+            lost = exit_record.LostWorker(message["worker"], message["why"]) if message["worker"] >= 0 else None
             self._fail(message["lost"], lost)
 
     def _collect(self, rank: int, number: int, label: str, value: object) -> None:
@@ -299,10 +298,10 @@ class Watch:
         self._lose(rank, why)
 
     def _lose(self, rank: int, why: str) -> None:
-        lost = LostWorker(rank, f"({self._hosts[rank]}): {why}")
+        lost = exit_record.LostWorker(rank, f"({self._hosts[rank]}): {why}")
         self._fail(f"lost worker {rank} {lost.why}", lost)
 
-    def _fail(self, message: str, lost: LostWorker | None = None) -> None:
+    def _fail(self, message: str, lost: exit_record.LostWorker | None = None) -> None:
         if self.failure or self.finished:
             return
         if self._rank == 0:

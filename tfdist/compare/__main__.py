@@ -25,7 +25,6 @@ from absl import flags
 
 from tfdist.checkpoints import folder_lock, run_folder
 from tfdist.compare import runner, trial
-from tfdist.compare.runner import Comparison
 from tfdist.config import field_syntax, runtime_options, validation
 from tfdist.config.commands import command_line
 from tfdist.config.messages import logger
@@ -105,11 +104,11 @@ def _run(argv: list[str]) -> int:
     field_syntax.check_local("--workdir", values.workdir)
     path = pathlib.Path(os.path.expanduser(values.workdir) or os.path.join("runs", f"compare-{experiment.name}"))
     if values.dry_run:
-        print(Comparison(wanted, experiment, given, run_folder.RunFolder(str(path))).commands())
+        print(runner.Comparison(wanted, experiment, given, run_folder.RunFolder(str(path))).commands())
         return 0
     command_line.clean_up_when_ended()
     with _own_folder(path) as folder:
-        return Comparison(wanted, experiment, given, folder).run()
+        return runner.Comparison(wanted, experiment, given, folder).run()
 
 
 def main() -> None:

@@ -19,7 +19,6 @@ from tfdist.config import schedule
 from tfdist.data import python_batches
 from tfdist.data.batch_layout import Layout, own_rows, unpack
 from tfdist.data.protocol import Feed, FeedCall, Source, order, spread
-from tfdist.data.python_batches import SequenceReader
 from tfdist.data.records import Records
 from tfdist.data.spec import Structure
 from tfdist.errors import UserError
@@ -109,12 +108,12 @@ class Batches(Source):
             schedule.check_batch(batch, replicas, accumulate, "the data set's first batch (of {})", shards)
 
     def feed(self, layout: Layout, shuffle: int | None, seed: int, across: bool) -> Feed:
-        if isinstance(self.reader, SequenceReader):
+        if isinstance(self.reader, python_batches.SequenceReader):
             return SequenceFeed(self, layout, shuffle)
         return BatchFeed(self, layout, across=across)
 
     def feed_once(self, layout: Layout) -> Feed:
-        if isinstance(self.reader, SequenceReader):
+        if isinstance(self.reader, python_batches.SequenceReader):
             return SequenceFeed(self, layout)
         return BatchFeed(self, layout, once=True)
 
@@ -306,7 +305,7 @@ class SequenceFeed(BatchFeed):
             limit = min(limit, size - first)
         if self._iterator is None or (size and first == 0):
             reader = self._source.reader
-            assert isinstance(reader, SequenceReader)
+            assert isinstance(reader, python_batches.SequenceReader)
             if not size:
                 reader.numbers = itertools.count(first)
             else:

@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.config import host_memory
-from tfdist.config.host_memory import Note
 from tfdist.data import spec_file
 from tfdist.data.arrays import ALIGNMENT, Arrays
 from tfdist.data.protocol import Source
@@ -35,7 +34,6 @@ class Loaded:
     eval: Source
     examples: int  # examples in the training split
     spec: Spec
-    numbers: np.ndarray | None = None  # of the examples in `eval`, on the chief, if they are not 0, 1, 2, ...
 
     def __repr__(self):
         classes = f", {self.spec.classes} classes" if self.spec.classes else ""
@@ -77,7 +75,7 @@ class SharedTables:
     def __init__(self) -> None:
         self._memory: host_memory.Offer | None = None
 
-    def offer(self, loaded: Loaded) -> tuple[Loaded, Note | None]:
+    def offer(self, loaded: Loaded) -> tuple[Loaded, host_memory.Note | None]:
         """Moves the arrays to memory that others can map; returns the data that lies there, and where that is.
 
         Data that is small, is not all arrays of numbers, or cannot be moved stays where it is, without a note.
@@ -95,14 +93,14 @@ class SharedTables:
         except (OSError, TypeError):  # no memory, a kernel without it, or a description that JSON cannot hold
             self.close()
             return loaded, None
-        return dataclasses.replace(take(note) or loaded, numbers=loaded.numbers), note
+        return take(note) or loaded, note
 
     def close(self) -> None:
         """Gives up the place at which others find the memory; what they have mapped stays."""
         if self._memory:
             self._memory.close()
 
-    def _written(self, about: dict[str, object], arrays: list[np.ndarray]) -> Note:
+    def _written(self, about: dict[str, object], arrays: list[np.ndarray]) -> host_memory.Note:
         described = b""
         rounded = lambda place: math.ceil(place / ALIGNMENT) * ALIGNMENT
         for _ in range(2):  # the arrays begin behind the description, which says where they begin
@@ -125,7 +123,7 @@ class SharedTables:
         return self._memory.note()
 
 
-def take(note: Note) -> Loaded | None:
+def take(note: host_memory.Note) -> Loaded | None:
     """Returns the data that a worker of this host has offered; None if its memory cannot be seen from here."""
     file = host_memory.opened(note)
     if file is None:

@@ -12,15 +12,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tfdist.cluster import discovery, registration
-from tfdist.cluster.discovery import HOROVODRUN, Cluster
 from tfdist.cluster.peers import Peers
 from tfdist.config import cpu_kernels, messages, packages
 from tfdist.config.keywords import checked_keywords
-from tfdist.config.messages import logger
 from tfdist.config.runtime_options import PlacementOptions
 from tfdist.distributed import gpus, tf_devices, tpu_host
 from tfdist.distributed.distribution import Distribution
-from tfdist.distributed.gpus import Selection
 from tfdist.distributed.strategies import horovod, multi_worker, tpu
 from tfdist.distributed.strategies.local import default, mirrored
 from tfdist.errors import UserError
@@ -91,7 +88,7 @@ def create(placement: Placement, facts: Mapping[str, str] | None = None) -> Dist
 
         keras.utils.disable_interactive_logging()  # what callbacks of Keras print, the chief prints
     elif late and distribution.device_kind == "CPU" and cpu_kernels.wanted() != kernels:
-        logger.info(
+        messages.logger.info(
             "TensorFlow was imported before tfdist.connect() and computes with Eigen's kernels, where oneDNN's are "
             "mostly faster on this CPU: connect first, or set TF_ENABLE_ONEDNN_OPTS=1 before Python starts"
         )
@@ -179,7 +176,7 @@ def _tpu(placement: Placement, names: tuple[str, ...], jit: str, refused: UserEr
     except UserError as error:
         if where.strategy != "auto" or where.tpu != "local":
             raise
-        logger.info(f"WARNING: {error}")
+        messages.logger.info(f"WARNING: {error}")
         here = f"{len(names)} {names[0].partition(':')[0]}{'s' * (len(names) > 1)} here"
         reason = f"{here}; not tpu, though {placement.choice.reason}: it has not started"
         return mirrored(names, reason, jit) if len(names) > 1 else default(reason, names[0], jit)
@@ -235,7 +232,7 @@ def connect(
     asked = placement.options, placement.choice.name, placement.cluster
     if asked not in _CONNECTED:
         _CONNECTED[asked] = create(placement)
-        logger.info(_CONNECTED[asked].announcement())
+        messages.logger.info(_CONNECTED[asked].announcement())
     latest = _CONNECTED[asked]
     _IN_ORDER[:] = [*(one for one in _IN_ORDER if one is not latest), latest]
     return latest
@@ -268,7 +265,7 @@ class StrategyChoice:
 
 
 def choose(
-    options: PlacementOptions, selection: Selection, cluster: Cluster, environ: Mapping[str, str]
+    options: PlacementOptions, selection: gpus.Selection, cluster: discovery.Cluster, environ: Mapping[str, str]
 ) -> StrategyChoice:
     """Applies the rules of `--strategy=auto`, or checks an explicit choice; raises UserError if it cannot run here."""
     virtual = options.virtual_devices
@@ -287,7 +284,7 @@ def choose(
     if name in ("default", "mirrored") and cluster.size > 1:
         what = f"--strategy={name} trains in one process and there are {cluster.size} workers ({cluster.source})"
         raise UserError(what, "use --strategy=multi_worker, or start one process")
-    if name == "multi_worker" and cluster.source == HOROVODRUN:
+    if name == "multi_worker" and cluster.source == discovery.HOROVODRUN:
         what = "--strategy=multi_worker under horovodrun has no addresses"
         raise UserError(what, "use --strategy=horovod, or python -m tfdist.launch")
     if name == "horovod" and devices > 1:
@@ -302,9 +299,9 @@ def choose(
 
 
 def _automatic(
-    devices: int, what: str, options: PlacementOptions, cluster: Cluster, environ: Mapping[str, str]
+    devices: int, what: str, options: PlacementOptions, cluster: discovery.Cluster, environ: Mapping[str, str]
 ) -> tuple[str, str]:
-    if cluster.source == HOROVODRUN:
+    if cluster.source == discovery.HOROVODRUN:
         return "horovod", "started by horovodrun (HOROVOD_RANK is set)"
     if cluster.size > 1:
         return "multi_worker", f"there are {cluster.size} workers ({cluster.source})"

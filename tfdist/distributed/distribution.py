@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tfdist.cluster.peers import Peers
+from tfdist.config import cpu_kernels
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
 T = TypeVar("T")
+INSTRUCTIONS = ("avx", "avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "sve")
+"""For which TensorFlow and its libraries have code of their own, as Linux names them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -112,6 +116,24 @@ class Distribution:
         worker, device = divmod(replica, len(self.devices))
         on = f" {self.devices[device]}" if len(self.devices) > 1 else ""
         return f"worker {worker} ({self.peers.hosts[worker]}){on}" if self.workers > 1 else on.strip()
+
+    def arithmetic(self) -> dict[str, str]:
+        """Returns what decides about the last bit on this worker besides the experiment, by names for people."""
+        import keras
+        import tensorflow as tf
+
+        threads = tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
+        found = {
+            "TensorFlow": tf.__version__,
+            "Keras": keras.__version__,
+            "threads per replica": str(threads),
+            "CPU kernels": cpu_kernels.in_use(),
+            "instructions": " ".join(name for name in INSTRUCTIONS if name in cpu_kernels.cpu_flags()),
+            "XLA": self.jit,
+        }
+        seen = tf.config.list_physical_devices("GPU") if self.device_kind == "GPU" else []
+        names = {str(tf.config.experimental.get_device_details(device).get("device_name")) for device in seen}
+        return found | ({"GPU": ", ".join(sorted(names))} if names else {})
 
     def announcement(self) -> str:
         """Returns the strategy, why it was chosen, and its devices, in one line for a person."""

@@ -14,7 +14,6 @@ from tfdist.doctor import tensorflow_probe
 from tfdist.doctor.check import FAIL, OK, WARN, Finding, worst
 from tfdist.doctor.checkpoints import Checkpoint
 from tfdist.doctor.machine import MachineFacts
-from tfdist.doctor.tensorflow_probe import Answer
 from tfdist.doctor.workers import Place
 
 COLOURS = {OK: "green", WARN: "yellow", FAIL: "bold red"}
@@ -32,7 +31,7 @@ class Report:
     environ: Mapping[str, str]
     findings: list[Finding]
     survey: gpus.Survey | None
-    answer: Answer | None
+    answer: tensorflow_probe.Answer | None
     place: Place | None
     checkpoints: list[Checkpoint] | None
 

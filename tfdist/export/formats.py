@@ -35,7 +35,6 @@ from tfdist.keras_bridge import keras_internals
 from tfdist.models import build as models
 
 if TYPE_CHECKING:
-    import tensorflow as tf
     import tf2onnx
 
 FILES = {"saved_model": "saved_model", "onnx": "model.onnx", "litert": "model.tflite"}
@@ -57,7 +56,7 @@ def made_examples(model: keras.Model, spec: Spec) -> Structure:
     known = [layer.input_dim for layer in layers if isinstance(layer, keras.layers.Embedding)]
     end = min([max(1, int(min(spec.maximum, 255))) + 1, *known])
 
-    def one(tensor: "tf.TensorSpec") -> np.ndarray:
+    def one(tensor: tf.TensorSpec) -> np.ndarray:
         shape = [COUNT, *(side or 4 for side in tensor.shape[1:])]
         kind = np.dtype(tensor.dtype.as_numpy_dtype)
         if np.issubdtype(kind, np.integer):

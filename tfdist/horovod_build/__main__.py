@@ -22,7 +22,6 @@ from tfdist.distributed.horovod_install import VERSION, Build
 from tfdist.errors import TrainingError, UserError
 from tfdist.horovod_build import requirements
 from tfdist.horovod_build import workspace as workspace_lib
-from tfdist.horovod_build.workspace import LIMIT_S, Workspace
 
 
 def ensure(operations: tuple[str, ...], sdist: str = "") -> str:
@@ -39,12 +38,12 @@ def ensure(operations: tuple[str, ...], sdist: str = "") -> str:
     if archive:
         workspace_lib.check_archive(archive)
     tools, folder = requirements.find(wanted), _folder()
-    with local_files.locked(folder / "lock", "another build of Horovod", LIMIT_S):
+    with local_files.locked(folder / "lock", "another build of Horovod", workspace_lib.LIMIT_S):
         if there := _already(wanted):  # somebody else's build, after a wait
             return there
         with tempfile.TemporaryDirectory(prefix="tfdist-horovod-", ignore_cleanup_errors=True) as temporary:
             environ = environment(operations, tools, temporary)
-            _build(Workspace(pathlib.Path(temporary), folder / "build.log", environ), wanted, archive)
+            _build(workspace_lib.Workspace(pathlib.Path(temporary), folder / "build.log", environ), wanted, archive)
     return f"Horovod {VERSION} is built for {_describe(wanted)}"
 
 
@@ -59,7 +58,7 @@ def _describe(build: Build) -> str:
     return f"TensorFlow {build.tensorflow.version} ({', '.join(build.operations)})"
 
 
-def _build(workspace: Workspace, wanted: Build, archive: pathlib.Path | None) -> None:
+def _build(workspace: workspace_lib.Workspace, wanted: Build, archive: pathlib.Path | None) -> None:
     """Compiles Horovod, tries whether it loads, and installs it."""
     what = f"building Horovod {VERSION} for {_describe(wanted)}"
     logger.info(f"{what}: about 2 minutes on two cores, the log is {workspace.log}")

@@ -16,7 +16,6 @@ import zipfile
 
 from tfdist.config.messages import logger
 from tfdist.distributed import horovod_install
-from tfdist.distributed.horovod_install import VERSION
 from tfdist.errors import TrainingError, UserError
 
 LIMIT_S = 3600.0  # seconds for one program, such as the compilation. On one slow core that takes minutes, not an hour
@@ -33,7 +32,7 @@ class Workspace:
     def download(self) -> pathlib.Path:
         """Has pip fetch the source, and compare the digest before any of it runs."""
         wanted = self.folder / "requirements.txt"
-        wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
+        wanted.write_text(f"horovod=={horovod_install.VERSION} --hash=sha256:{SHA256}\n")
         arguments = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes")
         if self._pip("download", *arguments, "--dest", self.folder, "--requirement", wanted):
             if "DO NOT MATCH THE HASHES" in self._text():
@@ -41,7 +40,7 @@ class Workspace:
                 fix = f"look at pip config list, or give --sdist=PATH; the log is {self.log}"
                 raise UserError(f"the {ARCHIVE} that pip fetches is not {released}", fix)
             fix = f"without a network, give --sdist={ARCHIVE}; the log is {self.log}"
-            raise UserError(f"pip cannot fetch horovod=={VERSION} ({self._pip_error()})", fix)
+            raise UserError(f"pip cannot fetch horovod=={horovod_install.VERSION} ({self._pip_error()})", fix)
         return self.folder / ARCHIVE
 
     def compile(self, source: pathlib.Path) -> pathlib.Path:

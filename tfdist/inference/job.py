@@ -172,7 +172,7 @@ def _agreed(
 
 def new_rows(experiment: config.Experiment, spec: Spec, requested: ModelRequest, rows_alone: bool) -> Loaded:
     """Loads all rows of another table, encoded by the training's statistics; `rows_alone` leaves out targets."""
-    from tfdist.data import bucket_files
+    from tfdist.config import buckets
     from tfdist.data.datasets import tables
     from tfdist.data.loaded import Loaded
     from tfdist.data.sources import Arrays
@@ -184,7 +184,7 @@ def new_rows(experiment: config.Experiment, spec: Spec, requested: ModelRequest,
     if "config.data.eval_split" in requested.changes:
         raise UserError("all rows of another table are taken", "leave out --config.data.eval_split")
     experiment.data.eval_split = "train"  # the name of a lone file, for messages
-    path = bucket_files.local(path, f"data.name={experiment.data.name}")
+    path = buckets.local_copy(path, f"data.name={experiment.data.name}")
     options = field_syntax.options("data.options", experiment.data.options)
     if rows_alone:
         if requested.changes.get("config.data.on_error") == "skip":

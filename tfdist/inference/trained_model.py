@@ -20,7 +20,6 @@ import numpy as np
 from tfdist import config
 from tfdist.checkpoints import files, integrity, own_work, resume
 from tfdist.checkpoints.bucket_folder import BucketFolder
-from tfdist.checkpoints.files import DISK, Disk
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import buckets, field_syntax, local_files, user_functions, validation
 from tfdist.errors import UserError, one_line
@@ -61,9 +60,9 @@ class ModelRequest:
         return f"{self.name}/{path.relative_to(self.path)}"
 
     @property
-    def storage(self) -> Disk:
+    def storage(self) -> files.Disk:
         """Returns what stands behind the checkpoints."""
-        return self.copy.storage if self.copy else DISK
+        return self.copy.storage if self.copy else files.DISK
 
     def here(self) -> ModelRequest:
         """Returns the same request with a local copy of a run folder in a bucket; raises UserError if unreadable."""
@@ -132,7 +131,7 @@ def _recorded(request: ModelRequest, path: pathlib.Path) -> config.Experiment:
     fields = None
     with contextlib.suppress(OSError), local_files.opened(path / own_work.EXPERIMENT) as file:
         owner, content = os.fstat(file.fileno()).st_uid, file.read(local_files.MOST)
-        fields = files.json_object(content)
+        fields = local_files.json_object(content)
     if fields is None:
         what = f"--workdir={request.name} holds no run (no experiment.json that can be read)"
         raise UserError(what, "check the path")
@@ -214,7 +213,7 @@ def _from_file(requested: ModelRequest, plain: keras.Model) -> Weights:
         some = files.newest_first(requested.path / "checkpoints")
         fix = "use its newest checkpoint with --checkpoint=latest" if some else "it has no checkpoint either: train it"
         raise UserError(f"{requested.name} has no {MODEL} yet", fix)
-    expected = str((files.read_object(requested.path / "result.json") or {}).get("weights_sha256", ""))
+    expected = str((local_files.read_object(requested.path / "result.json") or {}).get("weights_sha256", ""))
     if not expected:
         what = f"{requested.name}/result.json has no checksum of {MODEL}, so the run has not completed"
         raise UserError(what, f"use --checkpoint=latest, or --model={requested.shown(path)} for that file as it is")

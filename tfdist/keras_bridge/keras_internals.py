@@ -12,7 +12,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -24,6 +24,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import loss as losses_of_keras
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random import seed_generator
+from keras.src.trainers.compile_utils import CompileLoss
 from keras.src.utils import naming, rng_utils
 from tensorflow.python.distribute.distribute_lib import ReplicaContextBase, StrategyBase
 from tensorflow.python.distribute.values import DistributedVariable
@@ -33,10 +34,6 @@ from tensorflow.python.ops import custom_gradient, gen_math_ops
 
 from tfdist.data.spec import Structure
 from tfdist.errors import UserError
-
-if TYPE_CHECKING:
-    from keras.src.trainers.compile_utils import CompileLoss
-
 
 PATCHED = threading.RLock()
 """Held while a class or module of Keras is changed: of two threads that trace at once, one would undo the other's."""
@@ -312,7 +309,7 @@ def loss_entries(model: keras.Model) -> list[Any]:
 
 
 def matched_losses(
-    compiled: "CompileLoss", y: Structure, y_pred: Structure, sample_weight: Structure
+    compiled: CompileLoss, y: Structure, y_pred: Structure, sample_weight: Structure
 ) -> list[MatchedLoss]:
     """Returns which targets and outputs belong to which loss, matched by Keras itself.
 

@@ -21,7 +21,6 @@ from tfdist.distributed.collectives import sum_in_order
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import gathering, keras_internals, layer_state
-from tfdist.keras_bridge.keras_internals import MatchedLoss
 from tfdist.keras_bridge.preconditions import PADDED
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -137,7 +136,7 @@ class Objective:
         by_variable = dict(zip(map(id, self.regularized), gradients))
         return penalties, [by_variable.get(id(v)) for v in variables]
 
-    def _matched(self, y: Structure, y_pred: Structure, weight: Structure | None) -> list[MatchedLoss]:
+    def _matched(self, y: Structure, y_pred: Structure, weight: Structure | None) -> list[keras_internals.MatchedLoss]:
         compiled = keras_internals.compiled_loss(self._model())
         if compiled is None:
             return []
@@ -159,7 +158,7 @@ class Objective:
             raise _misfit("targets do", y, y_pred, error) from error
 
     def _of_slice(
-        self, matched: MatchedLoss, rows: MicroBatch, count: tf.Tensor | int
+        self, matched: keras_internals.MatchedLoss, rows: MicroBatch, count: tf.Tensor | int
     ) -> tuple[tf.Tensor, tf.Tensor | None]:
         """Returns numerator and denominator, as keras.losses.Loss.__call__ and reduce_weighted_values (Keras 3) do."""
         loss, weight = matched.entry.loss, matched.sample_weight
@@ -202,7 +201,7 @@ class Objective:
             return numerator, total(mask) * _values_per_row(scaled) / _values_per_row(mask)
         return numerator / (divisor(count, values.dtype) * _values_per_row(scaled)), None
 
-    def _of_all_rows(self, matched: MatchedLoss, rows: MicroBatch) -> tuple[tf.Tensor, None]:
+    def _of_all_rows(self, matched: keras_internals.MatchedLoss, rows: MicroBatch) -> tuple[tf.Tensor, None]:
         """Computes a loss that looks across the batch on the rows of all replicas, as Keras does on one device.
 
         Every replica has the same value, which counts once; its gradient flows through each replica's own rows.
@@ -305,13 +304,13 @@ def _same_rank(values: tf.Tensor, weight: tf.Tensor) -> tuple[tf.Tensor, tf.Tens
     return values, weight
 
 
-def _call_arguments(matched: MatchedLoss) -> tuple[Structure, Structure]:
+def _call_arguments(matched: keras_internals.MatchedLoss) -> tuple[Structure, Structure]:
     """Returns targets and outputs as `keras.losses.Loss.__call__` passes them to `call`."""
     to_tensor = lambda t: keras.ops.convert_to_tensor(t, dtype=matched.entry.loss.dtype)
     return tuple(keras.tree.map_structure(to_tensor, values) for values in (matched.y_true, matched.y_pred))
 
 
-def _kind_of(matched: MatchedLoss) -> Kind:
+def _kind_of(matched: keras_internals.MatchedLoss) -> Kind:
     """Classifies a loss by probing it with `SAMPLE_ROWS` rows together and one by one, with other outputs too."""
     loss = matched.entry.loss
     if type(loss).__call__ is not keras.losses.Loss.__call__:

@@ -20,7 +20,6 @@ from tfdist.cluster.registration import Arrival, Registrar, Reminder, drain, ref
 from tfdist.errors import UserError
 from tfdist.launch import node_agent
 from tfdist.launch.failure_policy import AttemptOutcome, NodeExit
-from tfdist.launch.node_agent import NodeLink
 from tfdist.launch.worker_process import Events, Screen
 
 EXIT_WAIT_S = 3.0  # time for the other launchers to receive the last message
@@ -62,8 +61,8 @@ class Coordinator:
         """locked also between attempts"""
         self._agent.folder = self._folder
         self._own = node_agent.member(plan)
-        self._links: dict[int, NodeLink] = {}
-        self._dismissed: list[NodeLink] = []  # links to nodes that have left, until they have read so
+        self._links: dict[int, node_agent.NodeLink] = {}
+        self._dismissed: list[node_agent.NodeLink] = []  # links to nodes that have left, until they have read so
         self._joined: dict[int, float] = {}  # when the nodes registered that take no part in an attempt yet
         self._numbered = 0  # nodes of an elastic job that have ever registered; each keeps its number
         self._taking_part: tuple[int, ...] = ()  # nodes of the attempt in progress
@@ -195,7 +194,7 @@ class Coordinator:
         except wire.WireError:
             arrival.connection.close()
             return
-        link = NodeLink(arrival.connection, member, self._events, node_agent.EVENTS)
+        link = node_agent.NodeLink(arrival.connection, member, self._events, node_agent.EVENTS)
         self._links[member.rank] = link
         self._heartbeats.set(tuple(self._links.values()))
         self._joined[member.rank] = time.monotonic()
@@ -208,7 +207,7 @@ class Coordinator:
         self._joined.pop(node, None)
         self._heartbeats.set(tuple(self._links.values()))
 
-    def _drop(self, link: NodeLink) -> None:
+    def _drop(self, link: node_agent.NodeLink) -> None:
         """Removes a node that is lost."""
         self._remove(link.member.rank)
         self._pending.append((link.member.rank, {"event": "lost", "line": f"{link} is lost: {link.lost}"}))

@@ -21,8 +21,7 @@ from tfdist.monitoring.monitors import Board, peak_memory
 from tfdist.monitoring.recorder import learning_rate, versions
 from tfdist.monitoring.report import curves, page
 from tfdist.monitoring.report.html import Html
-from tfdist.trainer.callbacks import Callback
-from tfdist.trainer.timing import Call, Spent
+from tfdist.trainer.callbacks import Call, Callback, Spent
 
 LISTED = 200  # the newest calls in the table and in `result.json`: a search makes thousands
 DRAWN = 20  # the newest calls with a section of their own

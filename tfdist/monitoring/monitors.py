@@ -22,8 +22,8 @@ from tfdist.distributed.gpus import DriverGPU, Survey, survey
 from tfdist.monitoring import progress
 from tfdist.monitoring.flops import FlopsModel
 from tfdist.monitoring.recorder import TIMELINE, Recorder, Segments, learning_rate, until
-from tfdist.trainer.callbacks import Callback
-from tfdist.trainer.timing import INPUT_LIMIT, Call, Spent
+from tfdist.monitoring.report.page import INPUT_LIMIT
+from tfdist.trainer.callbacks import Call, Callback, Spent
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto import event_pb2

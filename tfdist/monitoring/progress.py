@@ -15,8 +15,7 @@ from rich.table import Column
 
 from tfdist.checkpoints import state_shape
 from tfdist.config.schedule import Plan
-from tfdist.trainer.callbacks import Callback
-from tfdist.trainer.timing import Call, Spent
+from tfdist.trainer.callbacks import Call, Callback, Spent
 
 # `cpu` in busy cores, `memory` in bytes, and `gpus`, each with its `number` in the driver, `load`, the share of time in
 # which it is busy, and `memory_used` and `memory_total` in MiB: None for what the driver does not report.

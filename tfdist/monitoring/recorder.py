@@ -9,26 +9,23 @@ import platform
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
-from tfdist.checkpoints import oom_note
+from tfdist.checkpoints import resume
 from tfdist.checkpoints import state_shape as check
 from tfdist.checkpoints.run_folder import RunFolder, strict
 from tfdist.cluster.discovery import ALONE, Cluster
 from tfdist.cluster.env_vars import ROUNDS
 from tfdist.config import cpu_kernels, packages
+from tfdist.config.runtime_options import Environment
 from tfdist.config.schedule import Plan
+from tfdist.distributed.connect import Placement
 from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge import keras_internals
-from tfdist.trainer.callbacks import Callback
-from tfdist.trainer.timing import Call, Spent
-
-if TYPE_CHECKING:
-    from tfdist.config.runtime_options import Environment
-    from tfdist.distributed.connect import Placement
+from tfdist.trainer.callbacks import Call, Callback, Spent
 
 HISTORY = "history.jsonl"  # a line per epoch and evaluation
 TIMELINE = "timeline.jsonl"  # samples and marks over time (see `monitors.Timeline`)
@@ -59,7 +56,7 @@ class Result:
     rollbacks: list[dict]  # after a loss that was not finite: `to` which update, and which were `skipped`
     accumulate: int  # at the end: more than `train.accumulate` after out-of-memory errors
     shards: int  # slices of every batch; 0 for one per replica
-    arithmetic: dict[str, str]  # see `tfdist.distributed.arithmetic`: what determines the last bits
+    arithmetic: dict[str, str]  # see `Distribution.arithmetic`: what determines the last bits
     restarts: int  # times that the launcher has restarted the workers
     segments: list[dict]  # see `Segments`
     versions: dict[str, str]
@@ -215,7 +212,7 @@ class Recorder(Callback):
     def on_accumulate(self, accumulate: int) -> None:
         """Records that micro-batches have become smaller, for the next attempt too."""
         self.accumulate = accumulate
-        oom_note.write(self._folder, accumulate)
+        resume.write_accumulate(self._folder, accumulate)
 
     def on_epoch_begin(self, epoch, logs=None):
         if not self._file_is_cut:  # an attempt that was killed before its first checkpoint has left lines
@@ -311,7 +308,7 @@ def until(line: dict, updates: int) -> bool:
     return isinstance(number, (int, float)) and number <= updates
 
 
-def environment(distribution: Distribution, placement: "Placement", options: "Environment") -> dict[str, object]:
+def environment(distribution: Distribution, placement: Placement, options: Environment) -> dict[str, object]:
     """Returns the content of `environment.json`; the options of `placement` count where those of the run differ."""
     return {
         "strategy": distribution.name,

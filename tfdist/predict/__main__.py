@@ -17,29 +17,28 @@ from absl import flags
 from tfdist.config.messages import logger
 from tfdist.errors import UserError
 from tfdist.inference import compatibility, job, prediction_rows
-from tfdist.inference.prediction_rows import STDOUT, OutputFile
 
 
 def _run(values: flags.FlagValues) -> int:
     name = values.output
-    kind = prediction_rows.CSV if name == STDOUT else name[name.rfind(".") :] if "." in name else ""
+    kind = prediction_rows.CSV if name == prediction_rows.STDOUT else name[name.rfind(".") :] if "." in name else ""
     if kind not in (prediction_rows.CSV, prediction_rows.JSON_LINES):
         what = f"--output={name} is of no kind that is known" if name else "--output is missing"
         raise UserError(what, "give a name that ends in .csv or .jsonl, or - for standard output")
 
     def work(ready: job.Ready, should_stop: Callable[[], str]) -> None:
         data, chief = ready.experiment.data, ready.distribution.is_chief
-        with OutputFile(name, values.overwrite, chief) as file:
+        with prediction_rows.OutputFile(name, values.overwrite, chief) as file:
             count = _write(ready, file, prediction_rows.Lines(kind), values, should_stop)
-        if chief and name != STDOUT:
+        if chief and name != prediction_rows.STDOUT:
             logger.info(f"{ready.source} on {data.name}, {data.eval_split}: {count} predictions in {name}")
 
-    return job.with_model(values, OutputFile(name, values.overwrite), work, rows_alone=True)
+    return job.with_model(values, prediction_rows.OutputFile(name, values.overwrite), work, rows_alone=True)
 
 
 def _write(
     ready: job.Ready,
-    file: OutputFile,
+    file: prediction_rows.OutputFile,
     lines: prediction_rows.Lines,
     values: flags.FlagValues,
     should_stop: Callable[[], str],
@@ -60,7 +59,6 @@ def _write(
         from_logits=compatibility.from_logits(ready.model, ready.from_file),
         scores=values.scores,
         example=data.eval.name,
-        numbers=data.numbers,
     )
     count = 0
     shards, check = ready.experiment.train.virtual_replicas, values.check_agreement

@@ -25,7 +25,7 @@ from tfdist.checkpoints import files, training_run
 from tfdist.checkpoints.manager import Checkpoints
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster import discovery
-from tfdist.config import buckets, cpu_kernels
+from tfdist.config import buckets, cpu_kernels, local_files
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import ResumeOptions
 from tfdist.data import batches
@@ -158,7 +158,7 @@ class KeptFits:
         """Returns the chief's record of a call, if there is one, on all workers."""
         path, record = folder / RECORD, dict[str, Any]()
         if self._distribution.is_chief and (path.exists() or files.newest_first(folder)):
-            record = files.read_object(path) or {}
+            record = local_files.read_object(path) or {}
             intact = record.get("sha256") in (None, _sealed(record)["sha256"])
             if not intact or {"facts", "begin", "end"} - record.keys():
                 raise UserError(f"{path} is missing or damaged", "put it back, or use --resume=never")
@@ -287,8 +287,6 @@ def _setup(thing: Any) -> object:
     with contextlib.suppress(Exception):
         names = inspect.signature(type(thing)).parameters
         made |= {name: getattr(thing, name, None) for name in names if name not in _IDLE}
-        if "min_delta" in made:  # whose sign Keras changes in the first fit of a callback
-            made["min_delta"] = abs(made["min_delta"])
     with contextlib.suppress(Exception):
         made["config"] = thing.get_config()
     return made

@@ -17,7 +17,6 @@ from types import TracebackType
 from absl import flags
 
 from tfdist.config import messages, runtime_options
-from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment, PlacementOptions
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
@@ -61,7 +60,7 @@ def _patched(program: Program, distribution: Distribution, environment: Environm
         if code:
             return code
         if not patch.calls:
-            logger.info(_NOT_DISTRIBUTED)
+            messages.logger.info(_NOT_DISTRIBUTED)
         _warn_of_shared_files(distribution, written)
     return 0
 
@@ -152,7 +151,7 @@ def _warn_of_shared_files(distribution: Distribution, written: set[str]) -> None
     shared = [path for path in first if any(path in theirs for theirs in others)]
     if shared and distribution.is_chief:
         more = f" and {len(shared) - 5} more" if len(shared) > 5 else ""
-        logger.info(
+        messages.logger.info(
             f"WARNING: several workers have written {', '.join(shared[:5])}{more} in the working directory, "
             "and the last one counts: give each worker a name of its own, or write what is the same on all"
         )

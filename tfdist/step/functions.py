@@ -13,7 +13,6 @@ import tensorflow as tf
 from tfdist.data.batch_layout import Layout, MicroBatch, ReplicaBatch, unpack
 from tfdist.data.spec import Structure
 from tfdist.distributed import collectives
-from tfdist.distributed.collectives import isolated_sum, sum_in_order
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import batch_norm, gathering, keras_internals, layer_state, optimizer_update, preconditions
@@ -97,7 +96,7 @@ def _gradient_norm(
 
     def norm() -> tf.Tensor:
         squares = [tf.cast(tf.nn.l2_loss(g), dtype) for g in gradients if g is not None]
-        total = tf.sqrt(2.0 * sum_in_order(squares)) if squares else tf.zeros([], dtype)
+        total = tf.sqrt(2.0 * collectives.sum_in_order(squares)) if squares else tf.zeros([], dtype)
         return total if scale is None else total / tf.cast(scale, dtype)
 
     return tf.cond(is_last, norm, lambda: tf.zeros([], dtype))
@@ -231,7 +230,7 @@ def _accumulated(replica: Replica, layout: Layout, sums_of: Callable[[tf.Tensor 
     # Synchronized BatchNorm reduces inside the forward pass, which a replica's while loop cannot.
     if replica.distribution.replicas > 1 and preconditions.synchronizes(replica.model):
         for micro in range(1, layout.accumulate):
-            sums = sums.plus(sums_of(micro).tensors(), isolated_sum)
+            sums = sums.plus(sums_of(micro).tensors(), collectives.isolated_sum)
         return sums
 
     def body(micro: tf.Tensor, tensors: list[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:

@@ -24,7 +24,6 @@ from tfdist.distributed.collectives import isolated_sum, sum_in_order
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, metrics, preconditions
-from tfdist.keras_bridge.keras_internals import MASK
 from tfdist.keras_bridge.loss import LossTerm, Objective, objectives
 
 
@@ -315,12 +314,12 @@ def _across_function(passes: Callable[..., PassResult], run: Callable[[Callable[
         traced[:] = [(sums, outputs)]
         padded = lambda tensor: tf.concat([tensor, *[tensor[-1:]] * padding], 0) if padding else tensor
         leaves = keras.tree.flatten(outputs)
-        attached = enumerate(getattr(leaf, MASK, None) for leaf in leaves)
+        attached = enumerate(getattr(leaf, keras_internals.MASK, None) for leaf in leaves)
         masks = {str(i): padded(mask) for i, mask in attached if mask is not None}
         return [sums.tensors(), [padded(leaf) for leaf in leaves], masks]
 
     tensors, leaves, masks = run(flat)
     for i, mask in masks.items():
-        setattr(leaves[int(i)], MASK, mask)
+        setattr(leaves[int(i)], keras_internals.MASK, mask)
     ((sums, outputs),) = traced
     return sums.with_tensors(tensors), keras.tree.pack_sequence_as(outputs, leaves)

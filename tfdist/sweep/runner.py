@@ -19,7 +19,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from tfdist import config
 from tfdist.checkpoints import files, integrity, resume
-from tfdist.checkpoints.files import DamagedError
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster.peers import differing_facts
 from tfdist.compare import trial
@@ -28,7 +27,6 @@ from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError, shown
 from tfdist.monitoring.report import run_files
 from tfdist.sweep import results, space
-from tfdist.sweep.results import SweepRow
 from tfdist.sweep.space import Values
 
 RECORD, TABLE, PAGE, JOURNAL = "sweep.json", "sweep.md", "sweep.html", "study.journal"
@@ -251,7 +249,7 @@ class Sweep:
             result = integrity.read_result(run.path)
             for file in integrity.TRUSTED:  # or the result may be another run's
                 integrity.check_file(run.path, file, result)
-        except DamagedError as error:
+        except files.DamagedError as error:
             raise UserError(f"{run.path} is damaged: {error}", "copy it back, or remove it to train it again") from None
         return True
 
@@ -261,7 +259,7 @@ class Sweep:
         done = [name for name, t in self._latest().items() if t.state == TrialState.COMPLETE and name != folder.name]
         facts: list[dict[str, Any]] = []
         for name in (*done[:1], folder.name):
-            with contextlib.suppress(IndexError, DamagedError):
+            with contextlib.suppress(IndexError, files.DamagedError):
                 facts.append(files.read_state(files.newest_first(self.path / name / "checkpoints")[0]).get("facts", {}))
         odd = [f for f in differing_facts(*facts) if f[0] != resume.MODEL_FILE] if alike and len(facts) == 2 else []
         return f"the data have changed since {done[0]} ({odd[0][0]}): use another --workdir" if odd else ""
@@ -284,11 +282,11 @@ class Sweep:
         trials = [t for t in self._study.get_trials(deepcopy=False) if "values" in t.user_attrs]
         return {space.folder(t.user_attrs["values"]): t for t in trials}
 
-    def _row(self, values: Values, **outcome: Any) -> SweepRow:
+    def _row(self, values: Values, **outcome: Any) -> results.SweepRow:
         made = self.command(values)
-        return SweepRow(made.name, values, str(self.path / space.folder(values)), made.shell(), **outcome)
+        return results.SweepRow(made.name, values, str(self.path / space.folder(values)), made.shell(), **outcome)
 
-    def _save(self, status: str) -> list[SweepRow]:
+    def _save(self, status: str) -> list[results.SweepRow]:
         rows = []
         for folder, t in self._latest().items():  # of what is completed, its own result has a checksum
             known = t.state == TrialState.COMPLETE and (self.path / folder / integrity.RESULT).exists()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from typing import TYPE_CHECKING
 
 from absl import flags
@@ -60,7 +61,7 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
 
 def _check(experiment: config.Experiment, environment: runtime_options.Environment) -> None:
     """Checks fields and flags before anything on this machine is looked at; raises UserError."""
-    from tfdist.train import ahead_of_time, slurm_requeue
+    from tfdist.train import ahead_of_time
 
     validation.validate(experiment)
     if environment.topology and experiment.train.virtual_replicas:
@@ -74,7 +75,11 @@ def _check(experiment: config.Experiment, environment: runtime_options.Environme
     if experiment.checkpoint.every == "off" and (environment.resume == "require" or environment.resume_changed):
         what = "checkpoint.every=off, and a resume is asked for"
         raise UserError(what, "set it to a time, or leave out the --resume flag")
-    slurm_requeue.check(environment.requeue, os.environ)
+    if environment.requeue and not os.environ.get("SLURM_JOB_ID"):
+        what = "--requeue is for Slurm's jobs, and SLURM_JOB_ID is not set"
+        raise UserError(what, "use it under sbatch, or leave it out")
+    if environment.requeue and not shutil.which("scontrol"):
+        raise UserError("--requeue needs Slurm's scontrol, which is not on PATH", "install it there, or leave it out")
 
 
 def _run(

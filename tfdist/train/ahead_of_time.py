@@ -10,9 +10,8 @@ from tfdist.config import field_syntax
 from tfdist.config.messages import sized
 from tfdist.config.runtime_options import Environment
 from tfdist.distributed import connect
-from tfdist.distributed.connect import StrategyChoice
 from tfdist.errors import UserError
-from tfdist.topology import compiler, environment, known
+from tfdist.topology import compiler, known
 
 if TYPE_CHECKING:
     from tfdist.distributed.distribution import Distribution
@@ -25,7 +24,7 @@ def check(where: Environment) -> None:
     if not where.topology:
         return
     topology = known.find(where.topology)
-    environment.python(topology.compilers, f"--topology={topology.name}")
+    compiler.python(topology.compilers, f"--topology={topology.name}")
 
 
 def locate(where: Environment) -> connect.Placement:
@@ -35,7 +34,7 @@ def locate(where: Environment) -> connect.Placement:
     topology = known.find(where.topology)
     placement = connect.locate(dataclasses.replace(where, strategy="default", devices="none"))
     reason = f"--topology={topology.name} is compiled for, and nothing is trained"
-    return dataclasses.replace(placement, choice=StrategyChoice("default", reason, topology.replicas))
+    return dataclasses.replace(placement, choice=connect.StrategyChoice("default", reason, topology.replicas))
 
 
 def create(placement: connect.Placement, topology: str, facts: dict[str, str]) -> Distribution:

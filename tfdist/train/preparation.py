@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfdist import config
-from tfdist.checkpoints import files, manager, oom_note, resume
+from tfdist.checkpoints import files, manager, resume
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import field_syntax
 from tfdist.config import schedule as schedule_lib
@@ -138,7 +138,7 @@ def _with_recovered_accumulate(
     distribution: Distribution,
 ) -> tuple[config.Experiment, int]:
     """Returns the experiment with the micro-batches that an earlier attempt needed, and their number; 0 if none."""
-    own = oom_note.read(folder) if resume.unfinished(folder, options, placement.cluster.attempt) else 1
+    own = resume.read_accumulate(folder) if resume.unfinished(folder, options, placement.cluster.attempt) else 1
     most = experiment.train.batch_size // distribution.replicas
     recorded = min(distribution.peers.gather("micro-batches of the run before", own)[0], most)
     accumulate = experiment.train.accumulate

@@ -3,13 +3,13 @@
 import contextlib
 import dataclasses
 import os
+import subprocess
 
-from tfdist.checkpoints import integrity, oom_note, own_work
+from tfdist.checkpoints import integrity, own_work, resume
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
 from tfdist.data import spec_file
-from tfdist.distributed import arithmetic
 from tfdist.distributed.connect import Placement
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, PeerError, TrainingError
@@ -17,15 +17,16 @@ from tfdist.keras_bridge import layer_state
 from tfdist.models import optimizers
 from tfdist.monitoring import flops
 from tfdist.monitoring import recorder as recorder_lib
-from tfdist.monitoring.flops import FlopsModel
 from tfdist.monitoring.monitors import Monitors
 from tfdist.monitoring.progress import numbers
 from tfdist.monitoring.recorder import Result, Segments, fingerprint
 from tfdist.monitoring.report import page
-from tfdist.train import early_stopping, slurm_requeue
+from tfdist.train import early_stopping
 from tfdist.train.preparation import Preparation
 from tfdist.trainer import evaluation, fit
 from tfdist.trainer.worker_session import Signals
+
+SLURM_S = 30.0  # seconds to wait for an answer of Slurm's controller: the job's time is nearly over
 
 
 class Run:
@@ -80,7 +81,7 @@ class Run:
         if moved:
             logger.info(f"the earlier run in {folder.name} is now in {moved}")
         if self._prepared.recovered_accumulate:
-            oom_note.write(folder, self._prepared.recovered_accumulate)
+            resume.write_accumulate(folder, self._prepared.recovered_accumulate)
         own_work.write_experiment(folder, self._experiment)
         spec_file.write(folder.write_text, self._data.spec)
         where = self._distribution, self._placement, self._environment
@@ -91,7 +92,7 @@ class Run:
         distribution, precision = self._distribution, self._experiment.train.precision
         gpus = [] if distribution.device_kind == "CPU" else list(self._placement.selection.gpus)
         names = [gpu.name for gpu in gpus]
-        work = FlopsModel(self._model, self._data.train, names, distribution.workers, precision)
+        work = flops.FlopsModel(self._model, self._data.train, names, distribution.workers, precision)
         run = self._environment, self._folder, self._experiment, self._schedule, work, distribution.is_chief, gpus
         self._monitors = Monitors(*run, self._segments, self._prepared.profiled)
 
@@ -161,12 +162,12 @@ class Run:
         if status == "preempted" and self._checkpoints.saved:
             logger.info("the same command resumes from there")
         if status == "preempted" and self._environment.requeue and distribution.is_chief:
-            logger.info(slurm_requeue.again(os.environ))
+            logger.info(requeued(os.environ["SLURM_JOB_ID"]))
         return result
 
     def _write_failure(self, reason: str) -> None:
         """Writes the result of a run that an error has ended, on this worker or another one."""
-        oom_note.record_advice(self._folder, reason)
+        resume.record_accumulate_advice(self._folder, reason)
         # Without logging: a thread may call this, while the main thread holds the lock of the logger or of the stream.
         write_result(self._folder, self._result("failed", reason), silent=True)
 
@@ -195,13 +196,23 @@ class Run:
             rollbacks=recorder.rollbacks,
             accumulate=recorder.accumulate,
             shards=self._experiment.train.virtual_replicas,
-            arithmetic=arithmetic.facts(distribution),
+            arithmetic=distribution.arithmetic(),
             restarts=self._placement.cluster.attempt,
             segments=self._segments.record(recorder.updates, reason or status),
             versions=recorder_lib.versions(),
             time=dataclasses.asdict(recorder.spent),
             **self._monitors.totals(),
         )
+
+
+def requeued(job: str) -> str:
+    """Puts this job of Slurm's, which was pre-empted, back into the queue; returns the line to show a person."""
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=SLURM_S)
+        why = "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = str(error)
+    return f"WARNING: job {job} is not requeued: {why}" if why else f"job {job} is in the queue again"
 
 
 def write_result(folder: RunFolder, result: Result, silent: bool = False) -> None:

@@ -1,7 +1,8 @@
-"""Callbacks: tfdist's further hooks, and where each is called: those that write on the chief alone."""
+"""Callbacks: tfdist's further hooks, what they are told of time, and where each is called: some on the chief alone."""
 
 import contextlib
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
@@ -14,7 +15,6 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals, preconditions
 from tfdist.trainer.agreement import any_worker
-from tfdist.trainer.timing import Call
 
 Callbacks: TypeAlias = Sequence[keras.callbacks.Callback] | keras.callbacks.CallbackList | None
 _NAMES = "BackupAndRestore CSVLogger ModelCheckpoint OrbaxCheckpoint ProgbarLogger RemoteMonitor TensorBoard"
@@ -25,6 +25,52 @@ _BATCH_HOOKS = {
     "test": ("on_test_batch_begin", "on_test_batch_end"),
     "predict": ("on_predict_batch_begin", "on_predict_batch_end"),
 }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spent:
+    """Seconds of one worker."""
+
+    input: float = 0.0  # waiting for the next batch while nothing else could be done
+    compute: float = 0.0
+    """In calls of the compiled function, without the other entries. What synchronized BatchNorm exchanges in the middle
+    of a forward or backward pass is in it."""
+    all_reduce: float | None = 0.0
+    """From the last gradient to the last sum, the wait for slower replicas included; None where it cannot be told, as
+    on GPUs, whose `compute` then contains it."""
+    python: float = 0.0  # between calls: callbacks, agreement with other workers, checkpoints
+
+    @property
+    def seconds(self) -> float:
+        """Returns the seconds of all entries together."""
+        return self.input + self.compute + (self.all_reduce or 0.0) + self.python
+
+    def __add__(self, other: "Spent") -> "Spent":
+        unknown = self.all_reduce is None or other.all_reduce is None
+        return Spent(
+            self.input + other.input,
+            self.compute + other.compute,
+            None if unknown else (self.all_reduce or 0.0) + (other.all_reduce or 0.0),
+            self.python + other.python,
+        )
+
+    def share(self, name: str) -> float | None:
+        """Returns the share of the time in the entry `name`, in [0, 1]; None if it is not known."""
+        value = getattr(self, name)
+        return None if value is None else value / self.seconds if self.seconds else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the compiled training function, as `tfdist.Callback.on_call` is told of it."""
+
+    updates: int  # how many it made
+    examples: int  # of these updates, over all replicas
+    spent: Spent  # this worker's time since the last call of this epoch or its beginning
+    steady: bool  # nothing was compiled in it
+    gradient_norm: float | None
+    """The norm in its last update, before clipping and without regularisers; None unless a callback has
+    `wants_gradient_norm = True`."""
 
 
 class Callback(keras.callbacks.Callback):

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
-from tfdist.checkpoints import oom_note
+from tfdist.checkpoints import resume
 from tfdist.checkpoints.manager import Checkpoints
 from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
@@ -134,7 +134,7 @@ class CheckpointHook:
         if accumulate == layout.accumulate:
             raise TrainingError(f"{text}, the fewest there can be: use a smaller model or more memory") from error
         if self._checkpoints is None or self._run.distribution.workers > 1 or not ordered:
-            raise OutOfMemory(f"{text}: {oom_note.advice(accumulate)}") from error
+            raise OutOfMemory(f"{text}: {resume.accumulate_advice(accumulate)}") from error
         position = self._checkpoints.again(self._run)
         self._saved = None
         smaller = dataclasses.replace(layout, accumulate=accumulate)

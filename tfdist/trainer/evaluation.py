@@ -24,7 +24,6 @@ from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions
 from tfdist.step import step_calls
 from tfdist.step.batch_loop import CallResult
-from tfdist.step.step_calls import EndOfData
 from tfdist.trainer import agreement
 from tfdist.trainer.agreement import NOTHING_DUE, StepsPerCallTuner
 from tfdist.trainer.callbacks import Callbacks, any_needs_every_batch, chief_alone, on_this_worker
@@ -313,7 +312,7 @@ def _predict(
         called.on_predict_batch_begin(i)
         try:
             outputs, examples = step_calls.run(step, call, (part.feed, tf.constant(part.first)), feed)
-        except EndOfData:
+        except step_calls.EndOfData:
             break
         repeated.after(1, lambda at=i: feed.whole_batch(at))  # type: ignore[misc]
         rows = int(examples)

@@ -21,11 +21,9 @@ from tfdist.step.batch_loop import CallResult, LastLogs, Totals
 from tfdist.step.step_calls import NotFinite, OutOfMemory
 from tfdist.trainer import agreement
 from tfdist.trainer import callbacks as callbacks_lib
-from tfdist.trainer.agreement import StepsPerCallTuner
 from tfdist.trainer.checkpoint_hook import CheckpointHook
 from tfdist.trainer.evaluation import answering_callbacks
 from tfdist.trainer.plan import TrainingPlan, feed_of
-from tfdist.trainer.timing import Call, Spent
 from tfdist.verification import equivalence_check
 from tfdist.verification.replica_sync_check import ReplicaSyncCheck
 
@@ -41,7 +39,7 @@ class FitLoop:
         self._position = plan.start_of(plan.options.initial_epoch)
         self._logs: dict = {}
         self._checkpoints = CheckpointHook(plan.options.checkpoints, plan.run())
-        self._tuner = StepsPerCallTuner(plan.updates_per_call)
+        self._tuner = agreement.StepsPerCallTuner(plan.updates_per_call)
         # Loss scaling skips such updates, and Keras' own callback ends the training in its own way.
         self._allows_nan = hasattr(plan.model.optimizer, "inner_optimizer") or any(
             isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in plan.callbacks.callbacks
@@ -268,8 +266,8 @@ class FitLoop:
             raise NotFinite(position.logs.get("loss", math.nan), update, position.epoch)
         for_input, for_sums, norm = result.measures.numpy().tolist()
         all_reduce = for_sums if self._times_sums else None
-        spent = Spent(waited + for_input, seconds - for_input - for_sums, all_reduce, python)
-        timing = Call(done, int(result.examples), spent, steady, norm if self._norm else None)
+        spent = callbacks_lib.Spent(waited + for_input, seconds - for_input - for_sums, all_reduce, python)
+        timing = callbacks_lib.Call(done, int(result.examples), spent, steady, norm if self._norm else None)
         for callback in self._hooks:
             callback.on_call(timing)
         if self._averages:  # a callback may save the model

@@ -19,7 +19,6 @@ from tfdist.data.arrays import Arrays
 from tfdist.data.batch_layout import Layout
 from tfdist.data.protocol import Feed
 from tfdist.data.records import Records
-from tfdist.distributed import arithmetic
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import preconditions
@@ -139,7 +138,7 @@ def plan_training(model: keras.Model, source: sources.Source, options: FitOption
     same = "give all workers the same; the seed of an order is one number for all, and each takes its own rows of it"
     distribution.peers.check_same(facts, "the arguments of fit", "arguments of fit or of the optimizer", same)
     if options.virtual_replicas:
-        distribution.peers.check_same(arithmetic.facts(distribution), "what decides about the last bit")
+        distribution.peers.check_same(distribution.arithmetic(), "what decides about the last bit")
     batch = source.requested_batch(options.batch_size, steps=options.steps_per_epoch)
     layout = sources.layout_of(
         source, batch, distribution, options.accumulate, virtual_replicas=options.virtual_replicas

@@ -9,12 +9,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
+from tfdist.cluster.peers import Peers
 from tfdist.errors import TrainingError, UserError
-
-if TYPE_CHECKING:
-    from tfdist.cluster.peers import Peers
 
 T = TypeVar("T")
 _SENT: list[mmap.mmap] = []

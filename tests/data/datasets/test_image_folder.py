@@ -16,9 +16,9 @@ from support.source_columns import columns_of
 
 import tfdist
 from tfdist import config
-from tfdist.data import image_decoding, sources, splits
+from tfdist.data import image_decoding, sources
 from tfdist.data.augmentation import ops
-from tfdist.data.datasets import image_folder, registry
+from tfdist.data.datasets import examples, image_folder, registry
 from tfdist.models import build as models
 
 
@@ -102,11 +102,11 @@ def test_a_tenth_of_a_flat_folder_is_held_out(tmp_path, caplog):
 
 def test_what_is_held_out():
     for size, held in [(2, 1), (4, 1), (14, 1), (16, 2), (95, 10)]:
-        assert splits.held_out("train", "test", {"train": size}) == (f"train[:-{held}]", f"train[-{held}:]")
+        assert examples.held_out("train", "test", {"train": size}) == (f"train[:-{held}]", f"train[-{held}:]")
     for case in [("train", "mine"), ("train[:5]", "test"), ("train", "train[5:]")]:
-        assert splits.held_out(*case, {"train": 9}) == case
-    assert splits.held_out("train", "test", {"train": 1}) == ("train", "test")
-    assert splits.held_out("train", "test", {"train": 5, "val": 2}) == ("train", "test")
+        assert examples.held_out(*case, {"train": 9}) == case
+    assert examples.held_out("train", "test", {"train": 1}) == ("train", "test")
+    assert examples.held_out("train", "test", {"train": 5, "val": 2}) == ("train", "test")
 
 
 FORMATS = {"JPEG": "RGB L CMYK", "PNG": "RGB L RGBA P LA 1 I;16", "GIF": "RGB", "BMP": "RGB L RGBA"}

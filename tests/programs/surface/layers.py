@@ -105,26 +105,12 @@ class CountsCalls(L.Layer):
         return x / (1.0 + 0.1 * self.calls)
 
 
-class CountsAllCalls(L.Layer):
+class CountsAllCalls(CountsCalls):
     """Counts its calls, in training or not; nothing is computed from that."""
-
-    def build(self, shape):
-        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
 
     def call(self, x):
         self.calls.assign_add(1.0)
         return x
-
-
-class Noise(L.Layer):
-    """Draws from a generator of its own whether it trains or not."""
-
-    def __init__(self):
-        super().__init__()
-        self.seeds = keras.random.SeedGenerator(1)
-
-    def call(self, x):
-        return x + keras.random.normal(ops.shape(x), seed=self.seeds)
 
 
 class SumOfSquares(L.Layer):

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 
+from programs.surface.layers import SumOfSquares
 from programs.surface.program import (
     L,
     Program,
@@ -160,12 +161,6 @@ class AddsMean(L.Layer):
         return x
 
 
-class AddsSum(L.Layer):
-    def call(self, x):
-        self.add_loss(0.01 * ops.sum(ops.square(x)))
-        return x
-
-
 class AddsOfWeights(L.Layer):
     """An add_loss that no example has a part in."""
 
@@ -292,7 +287,7 @@ PROGRAMS = [
     Program("loss masked with weights by token", tagger, tagged_weighed),
     Program("loss masked in a function", lambda: tagger(losses.sparse_categorical_crossentropy, "softmax"), tagged),
     Program("loss added by a layer", lambda: adding(AddsMean()), classes),
-    Program("loss added by a layer as a sum", lambda: adding(AddsSum()), classes,
+    Program("loss added by a layer as a sum", lambda: adding(SumOfSquares()), classes,
             refused={"several": "make it a mean over the examples"}),
     Program("loss added by a layer of weights", lambda: adding(AddsOfWeights()), classes),
     Program("loss added by a model", lambda: compiled(AddsInModel()), classes),

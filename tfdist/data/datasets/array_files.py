@@ -15,11 +15,9 @@ import numpy as np
 
 from tfdist.config.field_syntax import Options
 from tfdist.data.datasets import examples
-from tfdist.data.datasets.examples import Parts
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Records
 from tfdist.data.spec import Spec
-from tfdist.data.splits import NAMES, cut
 from tfdist.errors import UserError, one_line
 
 COLUMNS = ("x", "y", "weight")
@@ -47,7 +45,7 @@ def load(path: str, splits: Mapping[str, str], options: Options, fits: Callable[
     sizes = {split: len(columns["x"][1]) for split, columns in by_split.items()}
     train, evaluation = (
         {c: [(*columns[c], slice(int(rows[0]), int(rows[-1]) + 1)) for columns, rows in pieces] for c in pieces[0][0]}
-        for pieces in cut(splits, by_split, sizes, what)
+        for pieces in examples.cut_splits(splits, by_split, sizes, what)
     )
     if set(train) != set(evaluation):
         raise UserError(f"{what}: some splits have weights and others have none", "give them to all, or to none")
@@ -62,7 +60,7 @@ def load(path: str, splits: Mapping[str, str], options: Options, fits: Callable[
     for split, table in zip((train, evaluation), tables):
         size = len(table[0]) * math.prod(shape) * dtype.itemsize
         if in_files and not fits(size):
-            x = Parts([((name, array), np.arange(rows.start, rows.stop)) for name, array, rows in split["x"]])
+            x = examples.Parts([((name, array), np.arange(rows.start, rows.stop)) for name, array, rows in split["x"]])
             read = x.reader(lambda source, rows: source[1][rows].reshape(-1, *shape), dtype, shape)
             name = x.namer(lambda source, row: f"example {row} of {source[0]}.npy")
             sources.append(examples.records(read, lambda x: x, table, name))
@@ -108,7 +106,11 @@ def _by_split(
     by_split: dict[str, dict[str, tuple[str, np.ndarray]]] = {}
     for name, read in arrays.items():
         for column, stem in named.items():
-            split = "train" if name == stem else next((s for s in NAMES if name in (f"{stem}_{s}", f"{s}_{stem}")), "")
+            split = (
+                "train"
+                if name == stem
+                else next((s for s in examples.SPLIT_NAMES if name in (f"{stem}_{s}", f"{s}_{stem}")), "")
+            )
             if not split:
                 continue
             if column in by_split.setdefault(split, {}):

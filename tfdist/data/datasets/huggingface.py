@@ -14,10 +14,9 @@ import tensorflow as tf
 from tfdist.config.field_syntax import Options, expanded
 from tfdist.data import image_decoding
 from tfdist.data.datasets import examples
-from tfdist.data.datasets.examples import Parts
+from tfdist.data.datasets.examples import Parts, by_file_name, cut_splits, split_names
 from tfdist.data.loaded import Loaded
 from tfdist.data.spec import Spec
-from tfdist.data.splits import by_file_name, cut, named
 from tfdist.errors import UserError, one_line
 
 COLUMNS = ("x", "y", "weight")
@@ -53,7 +52,7 @@ def load_tars(path: str, splits: Mapping[str, str], options: Options, free: bool
     examples.check_options(options, OPTIONS, COLUMNS)
     what = f"webdataset:{path}"
     by_split = tar_files(path)
-    needed = {name: by_split[name] for name in by_split if name in named(splits.values())} or by_split
+    needed = {name: by_split[name] for name in by_split if name in split_names(splits.values())} or by_split
 
     def converted(datasets: Any) -> Any:
         builder = datasets.load_dataset_builder("webdataset", data_files=needed)
@@ -152,13 +151,13 @@ def loaded(what: str, by_split: Mapping[str, Any], splits: Mapping[str, str], op
     that are not to be RGB; `max_pixels`; `classes` and `classify`, see `examples.targets_and_weights`.
     """
     sizes = {split: len(rows) for split, rows in by_split.items()}
-    train, evaluation = cut(splits, by_split, sizes, what)
+    train, evaluation = cut_splits(splits, by_split, sizes, what)
     data, rows = train[0]
     features = data.features
     x, y = _columns(features, options, what)
     weights = [options["weight"]] if "weight" in options else []
     names = getattr(features[y], "names", None) or ()
-    for split in sorted(named(splits.values())):
+    for split in sorted(split_names(splits.values())):
         other = by_split[split].features
         if missing := [column for column in (x, y, *weights) if column not in other]:
             raise UserError(f"{what}: {split} has no column {missing[0]!r}: it has {', '.join(other)}")

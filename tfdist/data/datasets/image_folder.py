@@ -12,10 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.config.messages import logger
-from tfdist.data import image_decoding, splits
+from tfdist.data import image_decoding
+from tfdist.data.datasets import examples
 from tfdist.data.records import reason
 from tfdist.data.sources import Records
-from tfdist.data.splits import NAMES
 from tfdist.errors import UserError
 
 _HEAD, _TAIL = 512, 16
@@ -63,12 +63,12 @@ def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
     """Finds the classes, sorted, and the files of each split; `what` is the data set, for messages.
 
     A folder is a class, and what is in folders below it belongs to that class. Folders at the top with one of
-    `splits.NAMES` are splits of such folders; without any, all is `train`. Names with a dot before them are left out.
+    `SPLIT_NAMES` are splits of such folders; without any, all is `train`. Names with a dot before them are left out.
     """
     if not os.path.isdir(root):
         raise UserError(f"{what}: there is no such folder", "give the path of one that has a folder for each class")
     tops = _folders(root)
-    if any(name.lower() in NAMES and _folders(os.path.join(root, name)) for name in tops):
+    if any(name.lower() in examples.SPLIT_NAMES and _folders(os.path.join(root, name)) for name in tops):
         folders = {name: os.path.join(root, name) for name in tops if _folders(os.path.join(root, name))}
     else:
         folders = {"train": root}
@@ -239,14 +239,14 @@ def load(
     what = f"data.name='image_folder:{root}'"
     names, listed = listing(root, what)
     sizes = {name: len(split.paths) for name, split in listed.items()}
-    if hold_out and (held := splits.held_out(train_split, eval_split, sizes)) != (train_split, eval_split):
+    if hold_out and (held := examples.held_out(train_split, eval_split, sizes)) != (train_split, eval_split):
         logger.info(
             f"{what} has no split {eval_split!r}: a tenth of its images, the same at every run, is held out for the "
             f"evaluation (data.train_split={held[0]}, data.eval_split={held[1]} of {sizes['train']:,})"
         )
         train_split, eval_split = held
     train, evaluation = (
-        [(part, row) for part, rows in splits.select(text, sizes, field, root) for row in rows.tolist()]
+        [(part, row) for part, rows in examples.select_split(text, sizes, field, root) for row in rows.tolist()]
         for field, text in (("data.train_split", train_split), ("data.eval_split", eval_split))
     )
     needed = sorted({*train, *evaluation})

@@ -13,10 +13,9 @@ import tensorflow as tf
 
 from tfdist import config
 from tfdist.cluster.peers import Peers
-from tfdist.config import field_syntax, user_functions, validation
-from tfdist.config.field_syntax import Options
+from tfdist.config import buckets, field_syntax, user_functions, validation
 from tfdist.config.keywords import checked_keywords
-from tfdist.data import bucket_files, image_decoding, python_examples
+from tfdist.data import image_decoding, python_examples
 from tfdist.data import loaded as loaded_lib
 from tfdist.data.arrays import Arrays, in_memory, size_in_memory
 from tfdist.data.augmentation import ops
@@ -38,7 +37,7 @@ def load(experiment: config.Experiment, prepare: bool = True, hold_out: bool = T
       prepare: False to refuse one that would have to be downloaded first.
       hold_out: evaluate on a tenth of an image folder that has no splits, and train on the rest.
     """
-    local = dataclasses.replace(experiment, data=bucket_files.here(experiment.data, prepare))
+    local = dataclasses.replace(experiment, data=buckets.data_here(experiment.data, prepare))
     loaded = _stored(local, prepare, hold_out)
     if experiment.data.cache == "stream" and loaded.train.columns is not None:
         what = f"data.cache=stream: {experiment.data.name} can only be read into memory as a whole"
@@ -181,7 +180,7 @@ def synthetic(examples: int = 4096, shape: tuple = (32, 32, 3), classes: int = 1
 
 
 def _from_image_folder(
-    data: config.Data, path: str, options: Options, size: tuple[int, int] | None, hold_out: bool
+    data: config.Data, path: str, options: field_syntax.Options, size: tuple[int, int] | None, hold_out: bool
 ) -> Loaded:
     most = options.get("max_pixels", image_decoding.MOST_PIXELS)
     if options.keys() - {"max_pixels"}:
@@ -200,7 +199,7 @@ def _from_image_folder(
     )
 
 
-def _from_function(experiment: config.Experiment, function: Callable, options: Options) -> Loaded:
+def _from_function(experiment: config.Experiment, function: Callable, options: field_syntax.Options) -> Loaded:
     """Calls `function(split=..., batch_size=..., **options)`, with what of the first two it names."""
     data = experiment.data
     named = inspect.signature(function).parameters

@@ -18,11 +18,10 @@ from tfdist.config.field_syntax import Options
 from tfdist.config.messages import logger
 from tfdist.data.datasets import csv_reader, parquet_reader
 from tfdist.data.datasets.csv_reader import Table
-from tfdist.data.datasets.examples import check_options, first_few
+from tfdist.data.datasets.examples import check_options, first_few, select_split, split_names
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, order
 from tfdist.data.spec import Column, Spec
-from tfdist.data.splits import named, select
 from tfdist.errors import UserError
 
 EXACT = 2.0**53  # from here on, integers are merged by 64-bit floats, in which tables hold them
@@ -143,8 +142,7 @@ class TableOptions:
       leave_out: names of columns that are not.
       categories: names of columns that hold numbers and are categories.
       classify: whether the target is a class. None: it is when it has texts or at most `FEW` different integers.
-      in_order: slice the rows, and train on them, in the file's order. Otherwise they are mixed before (always alike),
-        since files are often sorted; those to evaluate are in the file's order again.
+      in_order: leave the rows in the file's order. Otherwise they are mixed (always alike): files are often sorted.
     """
 
     target: str
@@ -170,7 +168,7 @@ def prepare(path: str, options: Options, splits: tuple[str, str], skip: bool = F
     parts: dict[str, csv_reader.Table] = {}
     # The file to train on first: it decides what the columns of the others are.
     for name in sorted(by_split, key=lambda name: (name != "train", name)):
-        if name in named(splits) or name == "train":
+        if name in split_names(splits) or name == "train":
             table = read(by_split[name], [*inputs, chosen.target], kinds, skip=skip)
             if table.skipped:
                 logger.info(f"WARNING: left out: {first_few(table.skipped, csv_reader.BAD_ROWS)}")
@@ -181,11 +179,8 @@ def prepare(path: str, options: Options, splits: tuple[str, str], skip: bool = F
 
     def cut(field: str, text: str) -> Table:
         pieces = []
-        for name, rows in select(text, sizes, field, what):
-            if not chosen.in_order:
-                rows = order(0, 0, parts[name].size)[rows]
-            # Predictions are joined with the file row by row, so they must be in its order.
-            pieces.append(parts[name].taken(np.sort(rows) if field == "data.eval_split" else rows))
+        for name, rows in select_split(text, sizes, field, what):
+            pieces.append(parts[name].taken(rows if chosen.in_order else order(0, 0, parts[name].size)[rows]))
         return pieces[0] if len(pieces) == 1 else csv_reader.joined(pieces)
 
     train, evaluation = cut("data.train_split", splits[0]), cut("data.eval_split", splits[1])
@@ -194,7 +189,7 @@ def prepare(path: str, options: Options, splits: tuple[str, str], skip: bool = F
     made = [Arrays((encode(t, columns), encode_target(t, target, classes))) for t in (train, evaluation)]
     classified = target.vocabulary if classes else ()
     spec = Spec((len(columns),), "float32", classes, 1.0, classified, columns, target)
-    return Loaded(made[0], made[1], made[0].size, spec, evaluation.rows)
+    return Loaded(made[0], made[1], made[0].size, spec)
 
 
 def _options(given: Options, names: list[str], what: str) -> TableOptions:

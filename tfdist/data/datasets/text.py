@@ -11,11 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.config import field_syntax
-from tfdist.data.datasets.examples import Parts
+from tfdist.data.datasets.examples import Parts, cut_splits
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Records
 from tfdist.data.spec import Spec
-from tfdist.data.splits import cut
 from tfdist.errors import UserError
 
 VOCABULARY = 256
@@ -112,7 +111,7 @@ def load(path: str, splits: dict[str, str], memory: float, length: int = LENGTH)
     try:
         packed = {name: pack(paths, length) for name, paths in files(path).items()}
         sizes = {name: p.windows for name, p in packed.items()}
-        for selected in cut(splits, packed, sizes, f"text:{path} in windows of {length} bytes"):
+        for selected in cut_splits(splits, packed, sizes, f"text:{path} in windows of {length} bytes"):
             parts = Parts(selected)
             if 8 * len(parts) * length <= memory:
                 windows = np.concatenate([files.read(rows) for files, rows in selected]).astype(np.int32)

@@ -22,12 +22,10 @@ import tensorflow as tf
 from tfdist.config.field_syntax import Options, check_whole, suggest
 from tfdist.config.messages import logger
 from tfdist.data.datasets import examples
-from tfdist.data.datasets.examples import Parts
 from tfdist.data.image_decoding import Pictures, bounded
 from tfdist.data.loaded import Loaded
 from tfdist.data.records import REPAIR, Records, reason
 from tfdist.data.spec import Spec
-from tfdist.data.splits import by_file_name, cut, named
 from tfdist.errors import UserError
 
 TYPES = ("jpeg", "png", "int64", "float32")
@@ -78,7 +76,7 @@ def files(path: str) -> dict[str, list[str]]:
     if not paths:
         what = f"data.name=tfrecord:{path} has no files"
         raise UserError(what, "give a file, a folder, or a pattern such as *.tfrecord")
-    return by_file_name(paths)
+    return examples.by_file_name(paths)
 
 
 def index(paths: Sequence[str], thorough: bool = False) -> TFRecordIndex:
@@ -178,14 +176,14 @@ def load(path: str, splits: dict[str, str], options: Options, skip: bool = False
     """
     features, classes, pictures = _features(options)
     by_split = files(path)
-    indexes = {name: index(by_split[name], skip) for name in by_split if name in named(splits.values())}
+    indexes = {name: index(by_split[name], skip) for name in by_split if name in examples.split_names(splits.values())}
     if broken := [problem for index in indexes.values() for problem in index.broken]:
         what = examples.first_few(broken, "more files")
         if not skip:
             raise UserError(what, "write them again, or leave out what is lost with data.on_error=skip")
         logger.info(f"WARNING: {what}: left out")
     sizes = {name: len(indexes[name].offsets) if name in indexes else 0 for name in by_split}
-    train, evaluation = cut(splits, indexes, sizes, f"tfrecord:{path}")
+    train, evaluation = examples.cut_splits(splits, indexes, sizes, f"tfrecord:{path}")
     source, rows = train[0]
     where, x = source.name(int(rows[0])), features[0]
     try:
@@ -201,7 +199,7 @@ def load(path: str, splits: dict[str, str], options: Options, skip: bool = False
     stored: dict[str, object] = {"checksum of all records": [index.digest for index in indexes.values()]}
     sources = [
         Records(len(p), p.reader(TFRecordIndex.read), decode, name=p.namer(TFRecordIndex.name), stored=lambda: stored)
-        for p in map(Parts, (train, evaluation))
+        for p in map(examples.Parts, (train, evaluation))
     ]
     dtype = {"int64": "int32", "float32": "float32"}.get(x.kind, "uint8")
     spec = Spec(shape, dtype, classes, 255.0 if dtype == "uint8" else 1.0)

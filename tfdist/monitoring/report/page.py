@@ -20,10 +20,10 @@ from tfdist.monitoring.report import curves, run_files
 from tfdist.monitoring.report.html import Html, join, table, tag
 from tfdist.monitoring.report.line_chart import label, value
 from tfdist.monitoring.report.run_files import Record, mapping, number, sequence
-from tfdist.trainer.timing import INPUT_LIMIT
 
 NAME = "report.html"
 JUDGED_S = 3.0  # least seconds of training for advice on where they went
+INPUT_LIMIT = 0.2  # share of the time spent waiting for input from which on it is worth a person's attention
 PARTS = ("compute", "input", "all_reduce", "python")
 ADVICE = {
     "input": "Input-bound: hold the decoded data in memory (data.cache=memory), or make reading and decoding cheaper.",

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import pathlib
 
-from tfdist.checkpoints import files
 from tfdist.config import local_files
 
 
@@ -66,8 +65,8 @@ def lines(path: pathlib.Path) -> list[dict]:
         text = local_files.content(path).decode(errors="replace")
     except OSError:
         return []
-    return [line for line in map(files.json_object, text.splitlines()) if line is not None]
+    return [line for line in map(local_files.json_object, text.splitlines()) if line is not None]
 
 
 def _object(path: pathlib.Path) -> dict:
-    return files.read_object(path) or {}
+    return local_files.read_object(path) or {}
