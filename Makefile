@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Else every process of a test run compiles the package and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-oldest test-against faults horovod lint docs docs-test site site-test dist keras-tests keras-examples topology-check engines bench bench-workers bench-checkpoints bench-watching bench-input equivalence clean
+.PHONY: train test test-all test-oldest test-against faults horovod lint docs docs-test site site-test dist keras-tests keras-examples topology-check engines bench bench-workers bench-checkpoints bench-watching bench-input equivalence chaos clean
 
 train: .venv/ready
 	$(BIN)/python -m tfdist.train
@@ -140,6 +140,10 @@ bench-workers: .venv/ready horovod
 # One training by tfdist and by its peers, each in its own words: an hour, once their environments are there (6 GB).
 equivalence: .venv/ready horovod .venv-torch/ready .venv-jax/ready .venv-tf-keras/ready
 	$(BIN)/python benchmarks/equivalence/run.py
+
+# Three nodes of this machine, to which a fault happens every minute; then torchrun's elastic training: 45 minutes.
+chaos: .venv/ready .venv-torch/ready
+	$(BIN)/python benchmarks/chaos/run.py
 
 .venv/ready: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv

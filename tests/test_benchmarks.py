@@ -43,3 +43,13 @@ def test_the_table_of_equivalence_tells_tfdist_from_keras(tmp_path):
     assert not ours["failed"] and max(*ours["distance"].values(), ours["kill"], ours["other"]) < 1e-5, done.stderr
     assert min(theirs["distance"].values()) > 0.01
     assert "| tfdist, mirrored " in (tmp_path / "equivalence.md").read_text()
+
+
+@pytest.mark.whole
+def test_faults_leave_the_bits_of_an_undisturbed_training(tmp_path):
+    words = [sys.executable, str(REPOSITORY / "benchmarks/chaos/run.py"), f"--output={tmp_path}", "--tools=tfdist"]
+    words += ["--minutes=0.7", "--every=20"]
+    done = processes.run(words, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=1800)
+    (row,) = json.loads((tmp_path / "goodput.json").read_text())
+    assert row["ended"] and row["same"] == 0 and row["orphans"] == 0 and row["faults"], done.stderr
+    assert "| tfdist | 0." in (tmp_path / "goodput.md").read_text()
