@@ -154,6 +154,16 @@ def test_a_slice_is_not_taken_for_whole_state_after_an_error(connect):
     tfdist.fit(built, *data(), **options)
 
 
+def test_products_with_a_factor_on_the_rate_are_rounded_alike_on_all_replicas(connect):
+    """Else `fit` ends with an error: what is left of a weight behind the slices is updated by all of them."""
+    with connect(2).scope():
+        built = keras.Sequential([keras.Input((7,)), keras.layers.Dense(43), keras.layers.Dense(5)])
+        scaled = O.LossScaleOptimizer(O.RMSprop(0.01, use_ema=True), initial_scale=2.0**10)
+        built.compile(scaled, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    options = {"distribution": connect(2), "verbose": 0, "check_agreement": "off", "zero_stage": 1}
+    tfdist.fit(built, *data(), lr_multipliers={"dense*": 0.5}, **options)
+
+
 def test_an_embedding_whose_gradient_has_no_shape(connect):
     def run(stage):
         keras.utils.set_random_seed(3)

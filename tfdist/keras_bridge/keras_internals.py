@@ -565,13 +565,15 @@ def scaled_rates(
 
     Weight decay and the optimizers that look the rate up for themselves go through private methods.
     """
+    # Grappler would move the factor within the products of an update, in one replica and not in the other: an operation
+    # that is no product keeps it out.
+    times = lambda rate, own: rate if own == 1 else tf.ensure_shape(rate * own, [])
     step, decay, rate = optimizer.update_step, optimizer._apply_weight_decay, optimizer._get_current_learning_rate
     # Replicas are traced in threads that meet in each update of a variable, so they are at the same one.
     now = [1.0]
 
     def scaled_step(gradient: tf.Tensor, variable: tf.Variable, rate: tf.Tensor) -> None:
-        own = factor(variable)
-        step(gradient, variable, rate if own == 1 else rate * own)
+        step(gradient, variable, times(rate, factor(variable)))
 
     def scaled_decay(variables: list[keras.Variable]) -> None:
         for variable in variables:
@@ -579,7 +581,7 @@ def scaled_rates(
             decay([variable])
         now[0] = 1.0
 
-    scaled_rate = lambda: rate() if now[0] == 1 else rate() * now[0]
+    scaled_rate = lambda: times(rate(), now[0])
     with (
         replaced("update_step", [(optimizer, scaled_step)]),
         replaced("_apply_weight_decay", [(optimizer, scaled_decay)]),
