@@ -130,7 +130,7 @@ def clock(monkeypatch):
 
 
 def started(attempt, workers, nodes=1, rounds=(), launch="a"):
-    told = {"launch": launch, "nodes": nodes, "rounds": [*rounds]}
+    told = {"launch": launch, "since": 90.0, "nodes": nodes, "rounds": [*rounds]}
     return Segments(Cluster("tfdist.launch", 0, workers, attempt=attempt), {"TFDIST_ROUNDS": json.dumps(told)})
 
 
@@ -150,6 +150,7 @@ def test_what_was_kept_of_each_and_what_was_lost(clock):
     """The second saves nothing before it ends, and the third makes its updates again."""
     first = started(0, 2, 2)
     first.updated()
+    clock[0] = 140.0
     state = json.loads(json.dumps(first.get_state()))  # a checkpoint at update 10
     rounds = [[2, 2, "node 1 is lost", 150.0]]
     clock[0] = 160.0
@@ -166,6 +167,9 @@ def test_what_was_kept_of_each_and_what_was_lost(clock):
         (1, 1, 1, 10, 0, "node 2 joined", 5.5),
         (2, 2, 3, 10, 30, "completed", None),
     ]
+    clock[0] = 195.5
+    parts = {"start": 10.0, "recomputed": 10.0, "restarts": 25.5, "training": 60.0}
+    assert third.goodput() == {"share": round(60 / 105.5, 4), **parts}
     second.resume(10, second.get_state())
     assert brief(second.record(20, "stopped")) == [
         (0, 2, 2, 0, 10, "node 1 is lost", 10.0),

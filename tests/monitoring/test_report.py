@@ -482,6 +482,8 @@ def test_no_other_script_runs(browser, busy, tmp_path):
 def test_each_start_of_the_workers(tmp_path):
     row = {"attempt": 0, "nodes": 2, "workers": 4, "from_update": 0, "updates": 50, "ended": "node 1 (h2) is lost"}
     rows = [row | {"seconds_lost": 12.25}, row | {"updates": 70, "ended": "completed", "seconds_lost": None}]
-    text = text_of(render(full(tmp_path, samples=3), RESULT | {"segments": rows}))
+    goodput = {"share": 0.75, "start": 5.0, "training": 15.0}
+    text = text_of(render(full(tmp_path, samples=3), RESULT | {"segments": rows, "goodput": goodput}))
+    assert "75.0% of the time since the launch ended in the model (start 5.0 s, training 15.0 s)" in text
     assert "Starts of the workers" in text and "node 1 (h2) is lost" in text and "12.25" in text
     assert "Starts of the workers" not in text_of(render(full(tmp_path, samples=3), RESULT | {"segments": rows[1:]}))

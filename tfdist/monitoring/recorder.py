@@ -59,6 +59,7 @@ class Result:
     arithmetic: dict[str, str]  # see `Distribution.arithmetic`: what determines the last bits
     restarts: int  # times that the launcher has restarted the workers
     segments: list[dict]  # see `Segments`
+    goodput: dict[str, float | None]  # see `Segments.goodput`
     versions: dict[str, str]
     time: dict[str, float | None]  # seconds of this worker in steady state, see `timing.Spent`
     peak_memory_bytes: int  # of the chief's process
@@ -74,9 +75,12 @@ class _Started(NamedTuple):
     attempt: int
     update: int  # updates before it
     first: float | None  # time of its first update
+    saved: float | None = None  # time of the checkpoint
 
 
-_STARTED = {"attempt": check.count, "update": check.count, "first": check.optional(check.number)}
+_STARTED = {"attempt": check.count, "update": check.count} | dict.fromkeys(
+    ("first", "saved"), check.optional(check.number)
+)
 
 
 class Segments:
@@ -88,6 +92,7 @@ class Segments:
     def __init__(self, cluster: Cluster = ALONE, environ: Mapping[str, str] = MappingProxyType({})):
         report = json.loads(environ.get(ROUNDS, "") or "{}")
         self._launch: str = report.get("launch", "")
+        self._since: float = report.get("since", time.time() - process_age())
         # Starts of the workers: nodes, workers, why that round ended, and the time at which its end began.
         self._rounds = [*report.get("rounds", []), [report.get("nodes", 1), cluster.size, "", None]]
         self._own = _Started(cluster.attempt, 0, None)
@@ -96,7 +101,8 @@ class Segments:
 
     def get_state(self) -> dict[str, object]:
         """For a checkpoint."""
-        return {"launch": self._launch, "begun": [list(begun) for begun in (*self._before.values(), self._own)]}
+        own = self._own._replace(saved=time.time())
+        return {"launch": self._launch, "begun": [list(begun) for begun in (*self._before.values(), own)]}
 
     def resume(self, update: int, state: Mapping[str, Any]) -> None:
         """Resumes from a checkpoint, or goes back to one; ValueError, TypeError or KeyError for another `state`."""
@@ -131,6 +137,37 @@ class Segments:
             end, first = begin, begun.first
         return rows[::-1]
 
+    def goodput(self) -> dict[str, float | None]:
+        """Returns the share of the time since the launch that ended in the model, and the seconds of all parts.
+
+        `start` is until the first update, `recomputed` from a checkpoint to the end of the updates that it does not
+        have, and `restarts` from there to the next update.
+        """
+        now = time.time()
+        parts = {"start": 0.0, "recomputed": 0.0, "restarts": 0.0, "training": 0.0}
+        before: _Started | None = None
+        for each in (*self._before.values(), self._own._replace(saved=now)):
+            first = each.first or each.saved or now
+            if before is None:
+                parts["start"] = first - self._since
+            else:
+                rounds = self._rounds[: before.attempt - self._own.attempt]  # up to the one of `before`
+                ended = (rounds[-1][3] if rounds else None) or before.saved or first
+                parts["recomputed"] += ended - (before.saved or ended)
+                parts["restarts"] += first - ended
+            parts["training"] += (each.saved or first) - first
+            before = each
+        wall = now - self._since
+        seconds = {name: round(max(0.0, value), 3) for name, value in parts.items()}  # a clock may have been set
+        return {"share": round(seconds["training"] / wall, 4) if wall > 0 else None, **seconds}
+
+
+def process_age() -> float:
+    """Returns the seconds since this process was started, by a clock that is never set."""
+    fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    ticks = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # the 22nd field is its start in ticks
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks
+
 
 # Of `Recorder.get_state`; earlier versions had no `lines`, and some no `segments`.
 _STATE: check.Shape = {
@@ -152,10 +189,7 @@ class Recorder(Callback):
         super().__init__()
         self.segments = segments or Segments()
         self._folder, self._plan = folder, plan
-        # Seconds since this process started, by a clock that is never set; the 22nd field is its start in ticks.
-        fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        ticks = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        self._process_age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks
+        self._process_age = process_age()
         # Wall clocks jump (NTP, a board without a battery): a duration must not become negative by it.
         self._created = self.begun = time.monotonic()
         self.first_update: float | None = None  # seconds from the start of the process to its end

@@ -199,6 +199,7 @@ class Run:
             arithmetic=distribution.arithmetic(),
             restarts=self._placement.cluster.attempt,
             segments=self._segments.record(recorder.updates, reason or status),
+            goodput=self._segments.goodput(),
             versions=recorder_lib.versions(),
             time=dataclasses.asdict(recorder.spent),
             **self._monitors.totals(),

@@ -276,6 +276,9 @@ def _environment_table(record: Record) -> Html:
     for gpu in map(mapping, sequence(e.get("gpus"))):
         memory = f" ({mib / 1024:.0f} GiB)" if (mib := number(gpu.get("memory_total"))) else ""
         gpus.append(f"{gpu.get('number', '?')}: {gpu.get('name', 'GPU')}{memory}")
+    spent = {k: v for k, v in mapping(result.get("goodput")).items() if number(v) is not None}
+    share = spent.pop("share", None)
+    parts = ", ".join(f"{name} {seconds:,.1f} s" for name, seconds in spent.items())
     rows: list[list[Any]] = [
         ["Strategy", join(tag("b", e.get("strategy", "")), f", because {e['reason']}" if e.get("reason") else "")],
         ["Replicas", f"{e.get('replicas', '?')} on {e.get('workers', '?')} worker{'s' * (e.get('workers') != 1)}"],
@@ -289,6 +292,7 @@ def _environment_table(record: Record) -> Html:
         ["XLA", e.get("jit")],
         ["Flags", " ".join(f"--{k}={v}" for k, v in flags.items())],
         ["Versions", ", ".join(f"{k} {v}" for k, v in mapping(e.get("versions") or result.get("versions")).items())],
+        ["Goodput", f"{share:.1%} of the time since the launch ended in the model ({parts})" if share else ""],
         ["Weights", join(tag("code", str(digest)), " (SHA-256)") if digest else ""],
     ]
     return tag("dl", *(join(tag("dt", name), tag("dd", text)) for name, text in rows if text), id="environment-facts")
