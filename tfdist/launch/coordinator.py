@@ -69,7 +69,7 @@ class Coordinator:
         self._trusted: set[int] = set()  # nodes that have ever taken part
         self._pending: list[NodeEvent] = []
         self._heartbeats = node_agent.Heartbeats()
-        self._launch = secrets.token_hex(8)
+        self._launch, self._since = secrets.token_hex(8), time.time()
         self._attempts: list[list] = []  # number of nodes and workers, end, and its time, of each attempt so far
         self._grow_at = math.inf  # when waiting nodes join, whatever happens
         self._registrar: Registrar | None = None
@@ -294,7 +294,12 @@ class Coordinator:
         world, port = sum(counts), listener.getsockname()[1]
         self._agent.listener = listener
         self._agent.attempts = json.dumps(
-            {"launch": self._launch, "nodes": len(members), "rounds": self._attempts[-_RECORDED:]}
+            {
+                "launch": self._launch,
+                "since": self._since,
+                "nodes": len(members),
+                "rounds": self._attempts[-_RECORDED:],
+            }
         )
         self._attempts.append([len(members), world])
         for place, node in enumerate(members):

@@ -3,7 +3,6 @@
 That environment is made on demand in a cache folder, and never in the user's.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -16,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfdist.config import local_files
@@ -108,9 +107,7 @@ def all_reduces(lines: Sequence[str]) -> tuple[int, int]:
 KINDS = ("tpu", "cuda")
 PLACE = "TFDIST_TOPOLOGY"  # the environment variable that names another folder than the one below the user's cache
 OLDEST = (3, 11)  # what the pinned compilers run on
-INSTALL_LIMIT_S = (
-    3600.0  # seconds for pip, and for waiting for another installation. Half a gigabyte comes over the network
-)
+INSTALL_LIMIT_S = 3600.0  # seconds of waiting for another installation: half a gigabyte comes over the network
 
 
 def requirements(kind: str) -> pathlib.Path:
@@ -146,70 +143,31 @@ def install(kind: str) -> str:
         wanted = ".".join(map(str, OLDEST))
         fix = f"install them with tfdist under that Python; with the same {PLACE}, this one finds them"
         raise UserError(f"the compilers need Python {wanted} or newer, and this is {platform.python_version()}", fix)
-    with _alone(place):
-        if is_there(kind):  # somebody else's, after a wait
-            return f"the compilers for {kind} are already in {place}"
-        logger.info(f"installing the compilers for {kind} in {place}: the log is {_log(place)}")
-        shutil.rmtree(place, ignore_errors=True)  # of an installation that was ended
-        if _run([sys.executable, "-m", "venv", "--without-pip", str(place)], place):
-            what = f"{sys.executable} cannot make a virtual environment ({_reason(place)})"
-            raise UserError(what, "install its venv module")
-        pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "--no-input"]
-        pinned = ["--require-hashes", "--only-binary", ":all:", "--requirement", str(requirements(kind))]
-        if _run([*pip, "install", "--disable-pip-version-check", *pinned], place):
-            raise UserError(
-                f"pip cannot install the compilers for {kind} ({_reason(place)}): "
-                f"they need Linux on x86_64 and a network; the log is {_log(place)}"
-            )
-        if _run([str(place / "bin" / "python"), "-c", "import jax"], place):
-            raise TrainingError(f"the compilers for {kind} do not run ({_reason(place)}): the log is {_log(place)}")
-        (place / "ready").touch()
-    return f"the compilers for {kind} are in {place}"
-
-
-@contextlib.contextmanager
-def _alone(place: pathlib.Path) -> Iterator[None]:
-    """Lets one installation at a time work on a folder, with a log of its own."""
-    lock = place.with_suffix(".lock")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
+        lock = place.with_suffix(".lock")
         lock.touch()
     except OSError as error:
         what = f"{place.parent} cannot be written ({error.strerror})"
         raise UserError(what, f"set {PLACE} to another folder") from None
     with local_files.locked(lock, f"another installation in {place}", INSTALL_LIMIT_S):
-        _log(place).write_bytes(b"")
-        yield
+        if is_there(kind):  # somebody else's, after a wait
+            return f"the compilers for {kind} are already in {place}"
+        logger.info(f"installing the compilers for {kind} in {place}")
+        shutil.rmtree(place, ignore_errors=True)  # of an installation that was ended
+        if _run(sys.executable, "-m", "venv", "--without-pip", place):
+            raise UserError(f"{sys.executable} cannot make a virtual environment", "install its venv module")
+        pip = (sys.executable, "-m", "pip", "--python", place / "bin" / "python", "--no-input")
+        pinned = ("--require-hashes", "--only-binary", ":all:", "--requirement", requirements(kind))
+        if _run(*pip, "install", "--disable-pip-version-check", *pinned):
+            raise UserError(f"pip cannot install the compilers for {kind}: they need Linux on x86_64 and a network")
+        if _run(place / "bin" / "python", "-c", "import jax"):
+            raise TrainingError(f"the compilers for {kind} do not run: what they say is above")
+        (place / "ready").touch()
+    return f"the compilers for {kind} are in {place}"
 
 
-def _log(place: pathlib.Path) -> pathlib.Path:
-    return place.with_suffix(".log")
-
-
-def _run(arguments: list[str], place: pathlib.Path) -> int:
-    """Runs a program to its end, its words in the log; returns its exit code."""
+def _run(*arguments: object) -> int:
+    """Runs a program to its end on this terminal; returns its exit code."""
     environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    with _log(place).open("ab") as log:
-        log.write(f"$ {' '.join(arguments)}\n".encode())
-        log.flush()
-        try:
-            done = subprocess.run(
-                arguments,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=INSTALL_LIMIT_S,
-            )
-        except subprocess.TimeoutExpired:
-            raise UserError(
-                f"the installation took more than {INSTALL_LIMIT_S:g} s: the log is {_log(place)}"
-            ) from None
-    return done.returncode
-
-
-def _reason(place: pathlib.Path) -> str:
-    """Returns why the last program has failed: pip's first error, else what was said last."""
-    lines = _log(place).read_text(errors="replace").rpartition("\n$ ")[2].splitlines()
-    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
-    return [*errors[:1], *(line.strip() for line in reversed(lines) if line.strip())][0][:200]
+    return subprocess.run([str(word) for word in arguments], env=environ, stdin=subprocess.DEVNULL).returncode
