@@ -18,7 +18,7 @@ from support import training_cases
 
 import tfdist
 from tfdist.checkpoints import files as files_lib
-from tfdist.checkpoints import resume, training_state
+from tfdist.checkpoints import resume, training_run, training_state
 from tfdist.checkpoints.manager import Checkpoints
 from tfdist.config import Experiment, local_files, runtime_options
 from tfdist.data.sources import Records
@@ -394,6 +394,16 @@ def test_what_a_callback_puts_into_the_logs_is_in_the_history_after_a_resume(con
         UserError, match=r"^a callback has put 'note' into the logs, a set, which no checkpoint can hold"
     ):
         noted(connect(1), lambda epoch: {epoch}, checkpoints=checkpoints)
+
+
+def test_the_state_of_a_callback_is_kept_as_it_was():
+    """It is written beside later updates: a resumed callback had what it appended in them twice."""
+    callback = Notes(None)
+    callback.seen = []
+    callback.get_state, callback.set_state = lambda: callback.seen, None
+    states = training_run.capture_callbacks(keras.callbacks.CallbackList([callback]))
+    callback.seen.append(1)
+    assert states == {"Notes.0": []}
 
 
 class Plain(keras.callbacks.Callback):

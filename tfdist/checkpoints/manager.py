@@ -206,7 +206,7 @@ class Checkpoints:
             return
         # Copied here, and not by TensorFlow in the next update, so that the time that it takes is known.
         copied = {name: np.array(tensor) for name, tensor in tensors.items()}
-        self.in_memory = LoadedCheckpoint(self.folder, copy.deepcopy(self._state(run, position)), copied)
+        self.in_memory = LoadedCheckpoint(self.folder, self._state(run, position), copied)
         now = time.monotonic()
         self._hold_at = now + max(HELD_S, (now - start) / HELD_SHARE)
 

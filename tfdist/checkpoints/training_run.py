@@ -1,6 +1,7 @@
 """The state of a training that a checkpoint holds beside its tensors (`state.json`): capture and restore."""
 
 import contextlib
+import copy
 import dataclasses
 import json
 import pathlib
@@ -165,6 +166,10 @@ def capture_callbacks(callbacks: keras.callbacks.CallbackList) -> dict[str, Stat
             known[_ROWS] = ""
             with contextlib.suppress(OSError):
                 known[_ROWS] = pathlib.Path(callback.filename).read_text()
+        # It is written beside the updates that follow, in which the callback may go on with the same list. What cannot
+        # be copied cannot be written either, which the writing tells.
+        with contextlib.suppress(Exception):
+            own = copy.deepcopy(own)
         if own is not None or known:
             states[name] = known if own is None else own
     return states
@@ -217,8 +222,8 @@ def _log_other_kernels(distribution: Distribution, before: str | None) -> None:
 
 
 def _assign(variable: keras.Variable, value: float) -> None:
-    for copy in keras_internals.copies(variable):
-        copy.assign(tf.cast(value, copy.dtype))
+    for each in keras_internals.copies(variable):
+        each.assign(tf.cast(value, each.dtype))
 
 
 def _plain(name: str, value: Structure) -> object:

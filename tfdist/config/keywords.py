@@ -16,7 +16,6 @@ from tfdist.config import field_syntax, runtime_options
 from tfdist.errors import UserError
 
 _FLAG = re.compile(rf"--(?=(?:{'|'.join(runtime_options.names(runtime_options.PlacementOptions))}|check_agreement)\b)")
-_FORMER_NAMES = {"dataset": "x"}
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -28,9 +27,13 @@ def checked_keywords(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> R:
         try:
+            if "dataset" in kwargs and "x" in parameters:  # another name of the same argument
+                if len(args) > 1 or "x" in kwargs:
+                    raise UserError("dataset is the former name of x", "give one of them")
+                kwargs["x"] = kwargs.pop("dataset")
             for name in kwargs:
                 if name not in parameters:
-                    known = field_syntax.suggest(_FORMER_NAMES.get(name, config.current_name(name)), parameters)
+                    known = field_syntax.suggest(config.current_name(name), parameters)
                     raise UserError(f"{function.__name__}() has no option {name!r}{known}")
             return function(*args, **kwargs)
         except UserError as error:
