@@ -423,6 +423,28 @@ def model(spec):
         job.new_rows(e, table, asked, True)
 
 
+def test_rows_of_the_runs_own_table_keep_the_order_and_the_numbers_of_the_file(run, tmp_path):
+    """Which rows are held out is drawn, so only their numbers say which they are; a blank line is no row."""
+    from tfdist.data.datasets import registry
+
+    lines = [f"{30 + i},{i}.5" for i in range(40)]
+    lines[7], lines[30] = "30,7.5,1", "50,"  # bad, and without a target
+    (tmp_path / "t.csv").write_text("\n".join(["age,pay", *lines[:20], "", *lines[20:]]))
+    e = config.Experiment()
+    e.name, e.data.name, e.data.options, e.model.name = "table", f"csv:{tmp_path}/t.csv", "target=pay", "table_mlp"
+    e.data.train_split, e.data.eval_split, e.data.on_error = "train[:50%]", "train[50%:]", "skip"
+    e.train.label_smoothing = 0.0
+    loaded = registry.load(e)
+    made_run(tmp_path, e, models.build(e, loaded.spec), loaded.spec)
+    done = run("tfdist.predict", "--workdir=.", "--output=p.jsonl")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    numbers = [row["number"] for row in rows]
+    assert numbers == sorted(numbers) == [row["target"] - 0.5 for row in rows] and len(rows) == 19
+    trained = loaded.train.columns[1] - 0.5
+    assert sorted([*numbers, *trained]) == [i for i in range(40) if i not in (7, 30)]
+
+
 def test_a_file_of_keras_that_does_not_fit(connect, tmp_path):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     model.save(tmp_path / "m.keras")

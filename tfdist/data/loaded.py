@@ -34,6 +34,7 @@ class Loaded:
     eval: Source
     examples: int  # examples in the training split
     spec: Spec
+    numbers: np.ndarray | None = None  # of the examples in `eval`, on the chief, if they are not 0, 1, 2, ...
 
     def __repr__(self):
         classes = f", {self.spec.classes} classes" if self.spec.classes else ""
@@ -93,7 +94,7 @@ class SharedTables:
         except (OSError, TypeError):  # no memory, a kernel without it, or a description that JSON cannot hold
             self.close()
             return loaded, None
-        return take(note) or loaded, note
+        return dataclasses.replace(take(note) or loaded, numbers=loaded.numbers), note
 
     def close(self) -> None:
         """Gives up the place at which others find the memory; what they have mapped stays."""

@@ -30,7 +30,8 @@ class OutputReader:
     names: tuple[str, ...] = ()  # of the classes, if they have any
     from_logits: bool | None = None  # scores are logits; None to decide by the first batch
     scores: bool = False  # include all scores of an example
-    example: Callable[[int], str] | None = None  # returns the name of an example by its number, such as a path
+    example: Callable[[int], str] | None = None  # returns the name of an example by its place, such as a path
+    numbers: np.ndarray | None = None  # of the examples, where they are not their places
 
     def settled(self, outputs: Structure) -> "OutputReader":
         """Returns a reader for outputs such as these of the first batch; raises UserError if scores are missing."""
@@ -44,7 +45,7 @@ class OutputReader:
         return dataclasses.replace(self, classes=classes, from_logits=logits)
 
     def rows(self, outputs: Structure, targets: Structure, first: int) -> Iterator[dict[str, object]]:
-        """Yields one row per example of a batch, whose numbers begin with `first`.
+        """Yields one row per example of a batch, whose places begin with `first`.
 
         Outputs are arrays [n, ...], of classes [n, classes], for sequences [n, length, classes]; targets too, or ().
         """
@@ -53,7 +54,7 @@ class OutputReader:
             one_hot = isinstance(targets, np.ndarray) and targets.ndim > 1 and targets.shape[-1] == self.classes
             columns |= _leaves("target", targets.argmax(-1) if one_hot else targets)
         for i in range(len(next(iter(columns.values())))):
-            row: dict[str, object] = {"number": first + i}
+            row: dict[str, object] = {"number": first + i if self.numbers is None else int(self.numbers[first + i])}
             if self.example:
                 row["example"] = self.example(first + i)
             yield row | {name: values[i] for name, values in columns.items()}

@@ -59,6 +59,7 @@ def _write(
         from_logits=compatibility.from_logits(ready.model, ready.from_file),
         scores=values.scores,
         example=data.eval.name,
+        numbers=data.numbers,
     )
     count = 0
     shards, check = ready.experiment.train.virtual_replicas, values.check_agreement

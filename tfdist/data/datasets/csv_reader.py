@@ -37,15 +37,18 @@ class Table:
     numbers: dict[str, np.ndarray]  # columns of numbers by name: float64 [rows], NaN where missing
     categories: dict[str, np.ndarray]  # columns of categories by name: int32 [rows], places in `texts`
     texts: dict[str, list[str]]  # the texts that occur in each column of `categories`, stripped
-    size: int  # rows
+    rows: np.ndarray  # which rows of all files these are, from 0: bad ones and those taken out count, too
     skipped: list[str]  # bad rows that were left out: where, and what is wrong
 
     def taken(self, rows: np.ndarray) -> Table:
         """Returns a table of these rows, in this order."""
         numbers = {name: values[rows] for name, values in self.numbers.items()}
         categories = {name: values[rows] for name, values in self.categories.items()}
-        size = len(next(iter((*numbers.values(), *categories.values()))))
-        return dataclasses.replace(self, numbers=numbers, categories=categories, size=size)
+        return dataclasses.replace(self, numbers=numbers, categories=categories, rows=self.rows[rows])
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
 
     def places(self, name: str, vocabulary: tuple[str, ...], first: int) -> np.ndarray:
         """Returns each row's place in the vocabulary, plus `first`; one less than `first` where it is not there.
@@ -70,19 +73,19 @@ class TableBuilder:
         self.bad: list[str] = []  # bad rows so far: where, and what is wrong
         self._parts: dict[str, list[np.ndarray]] = {name: [] for name in self.columns}
         self._places: dict[str, dict[str, int]] = {name: {} for name in self.columns}
-        self._size = 0
+        self._rows: list[np.ndarray] = [np.arange(0)]
 
     def numbered(self, name: str, texts: Iterable[str]) -> np.ndarray:
         """Returns the places of stripped texts in a column's `texts`, int32 [rows]."""
         places = self._places[name]
         return np.array([places.setdefault(text, len(places)) for text in texts], np.int32)
 
-    def add(self, chunk: dict[str, np.ndarray], bad: dict[int, str], size: int) -> None:
-        """Adds a chunk of `size` rows by column; those in `bad` are left out, each with what is wrong."""
-        keep = np.ones(size, bool)
+    def add(self, chunk: dict[str, np.ndarray], bad: dict[int, str], rows: np.ndarray) -> None:
+        """Adds these rows of all files by column; those in `bad` are left out, each with what is wrong."""
+        keep = np.ones(len(rows), bool)
         keep[list(bad)] = False
         self.bad += [bad[i] for i in sorted(bad)]
-        self._size += int(keep.sum())
+        self._rows.append(rows[keep])
         for name, part in chunk.items():
             self._parts[name].append(part[keep])
 
@@ -91,7 +94,8 @@ class TableBuilder:
         if self.bad and not skip:
             instead = "" if skip is None else ", or leave such rows out with data.on_error=skip"
             raise UserError(first_few(self.bad, BAD_ROWS), f"correct the file{instead}")
-        if not self._size:
+        rows = np.concatenate(self._rows)
+        if not len(rows):
             raise UserError(empty + " that can be used" * bool(self.bad))
         kind = lambda kind: [name for name in self.columns if self.kinds[name] == kind]
         joined = {name: np.concatenate(parts) for name, parts in self._parts.items()}
@@ -99,7 +103,7 @@ class TableBuilder:
             {name: joined[name] for name in kind("number")},
             {name: joined[name] for name in kind("category")},
             {name: list(self._places[name]) for name in kind("category")},
-            self._size,
+            rows,
             self.bad,
         )
 
@@ -125,9 +129,8 @@ def joined(tables: list[Table]) -> Table:
     categories = {
         name: np.concatenate([t.places(name, tuple(known), first=0) for t in tables]) for name, known in texts.items()
     }
-    return dataclasses.replace(
-        tables[0], numbers=numbers, categories=categories, texts=texts, size=sum(t.size for t in tables)
-    )
+    rows = np.concatenate([t.rows for t in tables])
+    return dataclasses.replace(tables[0], numbers=numbers, categories=categories, texts=texts, rows=rows)
 
 
 def header(path: str, delimiter: str = ",") -> list[str]:
@@ -186,6 +189,7 @@ class _Reader(TableBuilder):
         self._given, self._delimiter = kinds, delimiter
         self._wrong = dict.fromkeys(columns, 0)
         self._present = dict.fromkeys(columns, 0)
+        self._count = 0  # rows of the files so far
 
     def read(self, paths: Sequence[str], skip: bool | None) -> Table:
         first = header(paths[0], self._delimiter)
@@ -211,19 +215,22 @@ class _Reader(TableBuilder):
                 return
             lines = _lines([*rows, []] if wrong else rows, line, reader.line_num)
             end, lines = lines[-1], lines[: len(rows)]
+            numbers = self._count + np.cumsum([0, *map(bool, rows)])  # a blank line is no row
+            self._count = int(numbers[-1]) + bool(wrong)
+            numbers = numbers[:-1]
             if set(map(len, rows)) != {len(names)}:
                 for row, number in zip(rows, lines):
                     if row and len(row) != len(names):
                         self.bad.append(f"{path} line {number} has {len(row)} fields and the header {len(names)}")
                 kept = [i for i, row in enumerate(rows) if len(row) == len(names)]
-                rows, lines = [rows[i] for i in kept], [lines[i] for i in kept]
+                rows, lines, numbers = [rows[i] for i in kept], [lines[i] for i in kept], numbers[kept]
             if rows:
                 values = list(zip(*rows))
-                self._add_texts(path, {name: values[i] for name, i in zip(self.columns, where)}, lines)
+                self._add_texts(path, {name: values[i] for name, i in zip(self.columns, where)}, lines, numbers)
             if wrong:
                 self.bad.append(f"{path} line {end} {wrong}")
 
-    def _add_texts(self, path: str, values: dict[str, tuple[str, ...]], lines: Sequence[int]) -> None:
+    def _add_texts(self, path: str, values: dict[str, tuple[str, ...]], lines: Sequence[int], rows: np.ndarray) -> None:
         """Adds a chunk of rows; those are left out that have no number where there should be one."""
         bad: dict[int, str] = {}
         chunk = {}
@@ -242,7 +249,7 @@ class _Reader(TableBuilder):
             self._present[name] += present
             for i in (*wrong, *huge):
                 bad.setdefault(i, f"{path} line {lines[i]} has {column[i]!r} for a number in column {name!r}")
-        self.add(chunk, bad, len(lines))
+        self.add(chunk, bad, rows)
 
 
 def _open(path: str) -> TextIO:

@@ -32,7 +32,7 @@ def read(paths: Sequence[str], columns: Iterable[str], kinds: dict[str, str], sk
       kinds: `number` or `category` of the columns for which it is known; of the others the type of the column decides.
       skip: leave out rows whose numbers float32 does not hold; None where that cannot be asked for.
     """
-    first, builder = header(paths[0]), csv_reader.TableBuilder(columns, kinds)
+    first, builder, count = header(paths[0]), csv_reader.TableBuilder(columns, kinds), 0
     for path in paths:
         csv_reader.check_alike(path, header(path), paths[0], first)
         table = _opened(path, lambda file: file.read(columns=builder.columns))
@@ -46,7 +46,8 @@ def read(paths: Sequence[str], columns: Iterable[str], kinds: dict[str, str], sk
                     bad.setdefault(i, f"{path} row {i + 1} has {values[i].as_py()!r} for a number in column {name!r}")
             else:
                 chunk[name] = builder.numbered(name, _texts(path, name, values))
-        builder.add(chunk, bad, table.num_rows)
+        builder.add(chunk, bad, count + np.arange(table.num_rows))
+        count += table.num_rows
     return builder.table(f"{paths[0]} has no rows", skip)
 
 

@@ -142,7 +142,8 @@ class TableOptions:
       leave_out: names of columns that are not.
       categories: names of columns that hold numbers and are categories.
       classify: whether the target is a class. None: it is when it has texts or at most `FEW` different integers.
-      in_order: leave the rows in the file's order. Otherwise they are mixed (always alike): files are often sorted.
+      in_order: slice the rows, and train on them, in the file's order. Otherwise they are mixed before (always alike),
+        since files are often sorted; those to evaluate are in the file's order again.
     """
 
     target: str
@@ -180,7 +181,10 @@ def prepare(path: str, options: Options, splits: tuple[str, str], skip: bool = F
     def cut(field: str, text: str) -> Table:
         pieces = []
         for name, rows in select_split(text, sizes, field, what):
-            pieces.append(parts[name].taken(rows if chosen.in_order else order(0, 0, parts[name].size)[rows]))
+            if not chosen.in_order:
+                rows = order(0, 0, parts[name].size)[rows]
+            # Predictions are joined with the file row by row, so they must be in its order.
+            pieces.append(parts[name].taken(np.sort(rows) if field == "data.eval_split" else rows))
         return pieces[0] if len(pieces) == 1 else csv_reader.joined(pieces)
 
     train, evaluation = cut("data.train_split", splits[0]), cut("data.eval_split", splits[1])
@@ -189,7 +193,7 @@ def prepare(path: str, options: Options, splits: tuple[str, str], skip: bool = F
     made = [Arrays((encode(t, columns), encode_target(t, target, classes))) for t in (train, evaluation)]
     classified = target.vocabulary if classes else ()
     spec = Spec((len(columns),), "float32", classes, 1.0, classified, columns, target)
-    return Loaded(made[0], made[1], made[0].size, spec)
+    return Loaded(made[0], made[1], made[0].size, spec, evaluation.rows)
 
 
 def _options(given: Options, names: list[str], what: str) -> TableOptions:
