@@ -2,9 +2,9 @@
 
 import contextlib
 import copy
+import csv
 import dataclasses
 import json
-import pathlib
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -29,7 +29,7 @@ _KNOWN: dict[type, tuple[str, ...]] = {
 }
 
 _LESS = "less_is_better"  # of a ModelCheckpoint, which finds it out at the end of an epoch, and needs it at batches
-_ROWS = "rows"  # of a CSVLogger: what its file holds, since `on_train_begin` empties that
+_ROWS, _KEYS = "rows", "keys"  # of a CSVLogger: what its file holds, which `on_train_begin` empties, and its columns
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,9 +163,9 @@ def capture_callbacks(callbacks: keras.callbacks.CallbackList) -> dict[str, Stat
         if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.monitor_op is not None:
             known[_LESS] = callback.monitor_op is keras.ops.less
         if isinstance(callback, keras.callbacks.CSVLogger):
-            known[_ROWS] = ""
-            with contextlib.suppress(OSError):
-                known[_ROWS] = pathlib.Path(callback.filename).read_text()
+            known |= {_ROWS: "", _KEYS: callback.keys}
+            with contextlib.suppress(OSError), open(callback.filename, newline="") as file:
+                known[_ROWS] = file.read()
         # It is written beside the updates that follow, in which the callback may go on with the same list. What cannot
         # be copied cannot be written either, which the writing tells.
         with contextlib.suppress(Exception):
@@ -175,15 +175,19 @@ def capture_callbacks(callbacks: keras.callbacks.CallbackList) -> dict[str, Stat
     return states
 
 
-def _put_back(logger: keras.callbacks.CSVLogger, rows: str) -> None:
-    """Lets the file go on behind the rows of a checkpoint, without those of later epochs."""
+def _put_back(logger: keras.callbacks.CSVLogger, rows: str, keys: list[str] | None) -> None:
+    """Lets the file go on behind the rows of a checkpoint, without those of later epochs; `keys` of this fit, if any."""
     file = logger.csv_file
     if rows and file:
         file.truncate(0)
         file.seek(0)
         file.write(rows)
         file.flush()
-        logger.append_header = False
+        if keys is None:
+            logger.append_header = False
+        else:  # not by `append_header`, which another fit with the same object would find
+            logger.keys = list(keys)
+            logger.writer = csv.DictWriter(file, ["epoch", *keys], delimiter=logger.sep)
 
 
 def _known(callback: keras.callbacks.Callback) -> list[str]:
@@ -201,7 +205,7 @@ def restore_callbacks(callbacks: keras.callbacks.CallbackList, states: dict[str,
                 callback.set_state(state)
                 continue
             if isinstance(callback, keras.callbacks.CSVLogger) and isinstance(state.get(_ROWS), str):
-                _put_back(callback, state[_ROWS])
+                _put_back(callback, state[_ROWS], state.get(_KEYS))
             if isinstance(callback, keras.callbacks.ModelCheckpoint) and isinstance(state.get(_LESS), bool):
                 callback.monitor_op = keras.ops.less if state[_LESS] else keras.ops.greater
             for field in state.keys() & set(_known(callback)):  # a file sets no other attribute of the callback

@@ -287,6 +287,8 @@ def _setup(thing: Any) -> object:
     with contextlib.suppress(Exception):
         names = inspect.signature(type(thing)).parameters
         made |= {name: getattr(thing, name, None) for name in names if name not in _IDLE}
+        if "min_delta" in made:  # whose sign Keras changes in the first fit of a callback
+            made["min_delta"] = abs(made["min_delta"])
     with contextlib.suppress(Exception):
         made["config"] = thing.get_config()
     return made
