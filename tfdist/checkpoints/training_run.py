@@ -176,7 +176,7 @@ def capture_callbacks(callbacks: keras.callbacks.CallbackList) -> dict[str, Stat
 
 
 def _put_back(logger: keras.callbacks.CSVLogger, rows: str, keys: list[str] | None) -> None:
-    """Lets the file go on behind the rows of a checkpoint, without those of later epochs; `keys` of this fit, if any."""
+    """Lets the file go on behind the rows of a checkpoint, without those of later epochs; `keys`: of this fit."""
     file = logger.csv_file
     if rows and file:
         file.truncate(0)

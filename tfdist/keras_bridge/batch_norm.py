@@ -117,6 +117,25 @@ def _inside(layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.
     return real if inside is None else tf.logical_and(inside, real)
 
 
+def _all_sum(own: tf.Tensor) -> tf.Tensor:
+    """Returns the sum over all replicas, whose gradients are those of one loss.
+
+    In a step of the user's own, each replica differentiates its own mean, and its gradient is weighed by its share
+    later. So what other replicas' losses give to a replica must be in the unit of its own here.
+    """
+    add = tf.distribute.get_replica_context().all_reduce
+    if layer_state.traced.share is None:
+        return add(tf.distribute.ReduceOp.SUM, own)
+    share = tf.cast(layer_state.traced.share, own.dtype)
+    own = _with_gradient_times(own, tf.math.divide_no_nan(tf.ones_like(share), share))
+    return _with_gradient_times(add(tf.distribute.ReduceOp.SUM, own), share)
+
+
+@tf.custom_gradient
+def _with_gradient_times(tensor: tf.Tensor, factor: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+    return tf.identity(tensor), lambda gradient: (tf.math.multiply_no_nan(gradient, factor), None)
+
+
 def _moments(layer: keras.layers.BatchNormalization) -> Callable:
     def moments(inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns mean and variance of all replicas' rows, [channels] each."""
@@ -138,7 +157,7 @@ def _moments(layer: keras.layers.BatchNormalization) -> Callable:
         own = tf.concat([tf.reduce_sum(values, axes), tf.reduce_sum(tf.square(values), axes), [count, some]], 0)
         if present is not None:
             own = tf.where(present, own, tf.zeros_like(own))
-        total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own)
+        total = _all_sum(own)
         sums, squares, rows, some = tf.split(total, [inputs.shape[axis], inputs.shape[axis], 1, 1])
         mean = tf.math.divide_no_nan(sums, rows)
         variance = tf.maximum(tf.math.divide_no_nan(squares, rows) - tf.square(mean), 0.0)

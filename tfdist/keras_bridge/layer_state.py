@@ -22,6 +22,7 @@ class _Traced(threading.local):
     real: tf.Tensor | None = None  # which rows count, bool [rows]; None for all, see `present`
     present: tf.Tensor | None = None  # whether it has a row at all, a bool scalar; None for certainly
     parts: int = 1  # into how many the global batch is taken apart, see `MicroBatch`
+    share: tf.Tensor | None = None  # its part of the examples, of a step whose gradients are of its own mean
 
 
 traced = _Traced()
@@ -35,20 +36,21 @@ def restored_without_rows(
     real: tf.Tensor | None = None,
     compiled_metrics: bool = False,
     parts: int = 1,
+    share: tf.Tensor | None = None,
 ) -> Iterator[None]:
     """Undoes, after it, what a forward pass over a row that is not this replica's has changed in the layers.
 
     Args:
-      present, real, parts: see `traced`. Layers that know of `real` leave the other rows out.
+      present, real, parts, share: see `traced`. Layers that know of `real` leave the other rows out.
       compiled_metrics: undoes what has changed in these, too.
     """
     variables = [] if present is None else _changed(model, replicas, compiled_metrics)
     before = [tf.identity(v.value) for v in variables]
-    traced.real, traced.present, traced.parts = real if present is None else None, present, parts
+    traced.real, traced.present, traced.parts, traced.share = real if present is None else None, present, parts, share
     try:
         yield
     finally:
-        traced.real, traced.present, traced.parts = None, None, 1
+        traced.real, traced.present, traced.parts, traced.share = None, None, 1, None
     for variable, value in zip(variables, before):
         after = tf.where(present, tf.convert_to_tensor(variable.value), value)
         keras_internals.write_copy(variable.value, after)

@@ -82,7 +82,7 @@ def run_step(replica: Replica, method: str, rows: MicroBatch, count: tf.Tensor |
     part = _tracing.part = _Part(replica, share, rows, [], [], {}, tf.compat.v1.get_default_graph(), [])
     try:
         model, replicas = replica.model, replica.distribution.replicas
-        with layer_state.restored_without_rows(model, replicas, rows.present, compiled_metrics=True):
+        with layer_state.restored_without_rows(model, replicas, rows.present, compiled_metrics=True, share=share):
             logs = _logged(part, method, replica.as_keras_gives(rows.data))
         if method == "train_step":
             layer_state.share(model, replica.distribution, rows.present)

@@ -39,6 +39,14 @@ class Plain(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
+class Normalized(Plain):
+    """The same, with statistics of the whole batch, through which each replica's loss has gradients on all."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = keras.Sequential([L.Dense(6, activation="tanh"), L.BatchNormalization(synchronized=True), small()])
+
+
 class Constrained(Plain):
     """The same, with weights that are constrained."""
 
@@ -296,6 +304,8 @@ def step(name, build, data, **kwargs):
 
 PROGRAMS = [
     step("plain", lambda: compiled(Plain(), "mse", metrics=[metrics.MeanAbsoluteError(name="mae")]), numbers),
+    step("with batch normalization", lambda: compiled(Normalized(), "mse"), numbers,
+         precision="float64", tolerance=1e-12),
     step("with two optimizers in one, in float64", lambda: compiled(Plain(), "mse", by_kind()), numbers,
          precision="float64", tolerance=1e-12),
     step("with weights", lambda: compiled(Weighted(), "mse"), weighed_numbers),
