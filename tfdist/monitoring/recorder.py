@@ -61,7 +61,7 @@ class Result:
     segments: list[dict]  # see `Segments`
     goodput: dict[str, float | None]  # see `Segments.goodput`
     versions: dict[str, str]
-    time: dict[str, float | None]  # seconds of this worker in steady state, see `timing.Spent`
+    time: dict[str, float | None]  # seconds of this worker in steady state, see `callbacks.Spent`
     peak_memory_bytes: int  # of the chief's process
     peak_device_memory_bytes: int | None  # of its fullest GPU
     flops_per_example: int | None  # model FLOPs, forward and backward (see `flops`)
