@@ -156,6 +156,9 @@ mirrored => unexpected argument 'mirrored': flags are written --name=value
 --strategy=horovod --virtual_devices=2 =>
     --strategy=horovod uses one device per process, this one has 2 virtual CPU devices
 --communication=mpi => flag --communication=mpi: value should be one of <auto|ring|nccl>
+--communication=nccl --devices=none => --communication=nccl sums between GPUs, and CPUs are asked for: leave it out
+--strategy=default --communication=ring =>
+    --communication=ring is for --strategy=multi_worker, got --strategy=default: leave it out
 --bucket_bytes=-1 => --bucket_bytes must not be negative, got -1
 --start_timeout=0 => --start_timeout must be a positive number of seconds, got 0.0
 --stall_timeout=-3 => --stall_timeout must be a positive number of seconds, got -3.0
@@ -167,6 +170,8 @@ mirrored => unexpected argument 'mirrored': flags are written --name=value
 --config.train.max_rollbacks=0 => train.max_rollbacks must be at least 1, got 0
 --config.train.on_nonfinite=rollback --config.checkpoint.every=off =>
     train.on_nonfinite=rollback goes back to a checkpoint: it cannot be used with checkpoint.every=off
+--config.checkpoint.best=loss --config.checkpoint.every=off =>
+    checkpoint.best=loss is not kept with checkpoint.every=off: leave out one of them
 --resume=require --config.checkpoint.every=off => checkpoint.every=off, and a resume is asked for
 --resume=never --resume_changed => --resume=never and --resume_changed contradict each other: give one
 --resume=maybe => flag --resume=maybe: value should be one of <auto|never|require>

@@ -391,7 +391,10 @@ def test_new_rows_of_a_table(run, tmp_path, monkeypatch):
 import keras
 def model(spec):
     numbers = keras.Input((1,), name="numbers")
-    return keras.Model({"numbers": numbers}, keras.layers.Dense(1, kernel_initializer="ones")(numbers))
+    dense = keras.layers.Dense(1, kernel_initializer="ones")
+    whole = keras.Model({"numbers": numbers}, dense(numbers))
+    dense.enable_lora(1)  # whose weights Keras merges in the file, so that other ones are read
+    return whole
 """
     )
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -162,6 +162,7 @@ def test_the_report_of_a_script_that_only_evaluates_or_fails(code, status, calls
 
 @pytest.mark.parametrize("arguments, message", [
     (["trian.py"], "there is no script 'trian.py': did you mean 'train.py'?"),
+    (["-m", "trian"], "-m trian cannot be run: No module named trian: name a module that Python finds"),
     (["--strateg=default", "train.py"], "unknown flag --strateg: did you mean --strategy=default?"),
     (["--epochs=3", "train.py"], "unknown flag --epochs: --help lists those that there are, and those of a scr"),
     ([], "there is no script to run: write tfdist run [flags] SCRIPT"),

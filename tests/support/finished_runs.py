@@ -32,16 +32,20 @@ def command(*arguments, folder, tfds_dir, starter=(sys.executable, "-m"), path="
 
 def made_run(folder, experiment, model, spec):
     """A folder as a run with this model would have left it."""
-    from tfdist.checkpoints import own_work
+    from tfdist.checkpoints import files, integrity, own_work
     from tfdist.checkpoints.run_folder import RunFolder
     from tfdist.data import spec_file
     from tfdist.monitoring import recorder
 
     model.save(folder / "model.keras")
     own_work.write_experiment(RunFolder(str(folder)), experiment)
+    result = {
+        "weights_sha256": recorder.fingerprint(model)[0],
+        "files": {"model.keras": files.checksum(folder / "model.keras")},
+    }
     for name, content in {
         "data": {"format": 1, "spec": spec_file.plain(spec)},
-        "result": {"weights_sha256": recorder.fingerprint(model)[0]},
+        "result": integrity.sealed(result),
     }.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
 

@@ -70,6 +70,12 @@ class PlacementOptions:
         if self.virtual_devices and self.virtual_devices > 1 and self.strategy == "default":
             what = f"--strategy=default uses one device, --virtual_devices={self.virtual_devices} asks for more"
             raise UserError(what, "use --strategy=mirrored")
+        for field, usual in (("communication", "auto"), ("bucket_bytes", None)):
+            if (value := getattr(self, field)) != usual and self.strategy not in ("auto", "multi_worker"):
+                what = f"--{field}={value} is for --strategy=multi_worker, got --strategy={self.strategy}"
+                raise UserError(what, "leave it out")
+        if self.communication == "nccl" and self.uses_cpu:
+            raise UserError("--communication=nccl sums between GPUs, and CPUs are asked for", "leave it out")
 
     def _check_tpu(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,200}", self.tpu):

@@ -108,6 +108,9 @@ def _combinations(experiment: Experiment) -> None:
     if train.on_nonfinite == "rollback" and experiment.checkpoint.every == "off":
         what = "train.on_nonfinite=rollback goes back to a checkpoint: it cannot be used with checkpoint.every=off"
         raise UserError(what)
+    if experiment.checkpoint.best and experiment.checkpoint.every == "off":
+        what = f"checkpoint.best={experiment.checkpoint.best} is not kept with checkpoint.every=off"
+        raise UserError(what, "leave out one of them")
     if train.virtual_replicas and optimizer.reduce_dtype != "float32":
         raise UserError(
             f"optimizer.reduce_dtype={optimizer.reduce_dtype} cannot be used with train.virtual_replicas, "

@@ -232,10 +232,20 @@ def _from_file(requested: ModelRequest, plain: keras.Model) -> Weights:
     except Exception as error:  # Keras' and those of zip and HDF5 readers
         what = f"{shown} does not fit the model that {plain.name!r} is now ({one_line(error, 200)})"
         raise UserError(what, f"bring back the code that it was trained with, or use --model={shown}") from error
-    if recorder.fingerprint(plain)[0] != expected:
+    if recorder.fingerprint(plain)[0] != expected and not _is_as_written(requested.path):
         what = f"{shown} has other weights than result.json (weights_sha256): it is of another run, or damaged"
         raise UserError(what, "use --checkpoint=latest, or train again")
     return shown, list(plain.get_weights())
+
+
+def _is_as_written(folder: pathlib.Path) -> bool:
+    """Returns whether a run wrote this very `model.keras`: Keras merges LoRA's weights in it, so others are read."""
+    try:
+        result = integrity.read_result(folder)
+        integrity.check_file(folder, MODEL, result)
+    except files.DamagedError:
+        return False
+    return MODEL in result.get("files", {})
 
 
 def _from_checkpoint(requested: ModelRequest, experiment: config.Experiment, plain: keras.Model) -> Weights:

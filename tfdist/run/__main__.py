@@ -28,6 +28,9 @@ _LAUNCH = {
     "master_addr": "Address of node 0.",
     "master_port": "Port there.",
     "max_restarts": "Restarts of all workers after a failure.",
+    "join_timeout": "With MIN:MAX, seconds to wait at first for more machines than MIN.",
+    "rejoin_timeout": "With MIN:MAX, seconds to wait later for MIN machines.",
+    "scale_wait": "With MIN:MAX, seconds to wait for others when a machine comes.",
 }
 _USAGE = "write tfdist run [flags] SCRIPT [arguments], or -m MODULE [arguments]"
 
@@ -75,7 +78,8 @@ def _parse(argv: list[str]) -> list[str]:
     assert program is not None
     if not program.is_module and not os.path.isfile(program.name):
         scripts = tuple(glob.glob(os.path.join(glob.escape(os.path.dirname(program.name)), "*.py")))
-        raise UserError(f"there is no script {program.name!r}{field_syntax.suggest(program.name, scripts)}")
+        near = field_syntax.suggest(program.name, scripts) if scripts else ""
+        raise UserError(f"there is no script {program.name!r}{near}", "give the path of a file, or -m MODULE")
     return [argv[0], *program.command]
 
 

@@ -102,6 +102,8 @@ def _executed(program: Program, distribution: Distribution) -> int:
         trace = error.__traceback__
         while trace and not _of_program(trace, program):
             trace = trace.tb_next
+        if trace is None and isinstance(error, ImportError):
+            raise UserError(f"-m {program.name} cannot be run: {error}", "name a module that Python finds") from None
         traceback.print_exception(type(error), error, trace or error.__traceback__)
         distribution.peers.fail(f"the script has failed: {type(error).__name__}: {error}")
         return 1

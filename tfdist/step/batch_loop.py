@@ -198,8 +198,6 @@ class Totals:
       model: whose metrics average the losses, too. What is in them is added to, as of a callback's evaluation.
       names: of the parts of the loss.
       sums, examples: what an interrupted epoch has come to, as in `CallResult`.
-      handed_on: each call goes on with the sums of the one before. Else where the calls end decides about the last
-        bits, and that is a matter of time.
     """
 
     def __init__(
@@ -209,9 +207,8 @@ class Totals:
         names: Sequence[str],
         sums: Sequence[float] = (),
         examples: float = 0.0,
-        handed_on: bool = False,
     ):
-        self._losses, self._handed_on = functools.partial(metrics.losses, model, distribution), handed_on
+        self._losses = functools.partial(metrics.losses, model, distribution)
         self._names = ["loss", *names]
         self.sums, self.examples = np.array(sums), examples
         metrics.set_losses(model, distribution, sums, examples)
@@ -220,12 +217,15 @@ class Totals:
         self.refresh()
 
     def arguments(self) -> tuple[tf.Tensor, ...]:
-        """Returns what a call must be given besides its batches."""
-        return (tf.constant(self.sums),) if self._handed_on else ()
+        """Returns what a call must be given besides its batches: the sums to which it adds.
+
+        Added up call by call, their last bits would depend on where calls end, which is a matter of time.
+        """
+        return (tf.constant(self.sums),)
 
     def add(self, result: CallResult) -> dict[str, float]:
         """Adds a call, and returns the loss values and metrics of the epoch so far, by name."""
-        self.sums = result.sums.numpy() + (0.0 if self._handed_on else self.sums)
+        self.sums = result.sums.numpy()
         self.examples += float(result.examples)
         return self.logs(result.metrics)
 

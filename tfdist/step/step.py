@@ -103,13 +103,11 @@ class Step:
             self._compiled[key] = call
         return self._compiled[key]
 
-    def totals(
-        self, kind: str, sums: Sequence[float] = (), examples: float = 0.0, handed_on: bool = False
-    ) -> Totals | LastLogs:
+    def totals(self, kind: str, sums: Sequence[float] = (), examples: float = 0.0) -> Totals | LastLogs:
         """Returns what turns the results of calls into logs; `sums` and `examples` are of an interrupted epoch."""
         if self.own_steps[kind]:
             return LastLogs(self.model, self._log_names.setdefault(kind, LogNames()), examples)
-        return Totals(self.model, self.distribution, self.part_names, sums, examples, handed_on)
+        return Totals(self.model, self.distribution, self.part_names, sums, examples)
 
     def prepare_training(self) -> None:
         """Creates what only an update of the model's own creates: the variables of its optimizers."""

@@ -145,7 +145,7 @@ class Evaluation:
         model.stop_evaluating = False
         callbacks.on_test_begin()
         step.reset()
-        totals = step.totals("test", handed_on=self._layout.virtual)
+        totals = step.totals("test")
         done, logs = 0, dict[str, float]()
         while (self.batches is None or done < self.batches) and not model.stop_evaluating:
             count = tuner.updates if self.batches is None else min(tuner.updates, self.batches - done)

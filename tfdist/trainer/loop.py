@@ -203,7 +203,7 @@ class FitLoop:
         else:  # once: each reading of a data set that shuffles anew is another order
             self._resume_feed()
             self._read = position.update
-        totals = self._step.totals("train", position.sums, position.examples, bool(self._options.virtual_replicas))
+        totals = self._step.totals("train", position.sums, position.examples)
         self._call_ended = time.perf_counter()
         more = True
         while more and position.begun < limit and not self._model.stop_training:

@@ -128,6 +128,8 @@ def create(
 
     from tfdist.distributed import collectives, shared_memory_sum
 
+    if communication == "nccl" and names[0].startswith("CPU"):
+        raise UserError("--communication=nccl sums between GPUs, and this worker has none", "leave it out")
     may_share = communication == "auto" and names == ("CPU:0",)
     if communication == "auto":
         communication = "nccl" if names[0].startswith("GPU") else "ring"
