@@ -16,6 +16,8 @@ MLP = env("MLP_WORKER_NUM=2 MLP_ROLE_INDEX=1 MLP_WORKER_GPU=8 MLP_WORKER_0_HOST=
 KUBEFLOW = env(
     "PET_NNODES=2 PET_NPROC_PER_NODE=4 PET_NODE_RANK=1 PET_MASTER_ADDR=job-node-0-0.job PET_MASTER_PORT=29400"
 )
+# With an elasticPolicy: training-operator 1.9, pkg/controller.v1/pytorch/elastic.go.
+PYTORCHJOB = env("PET_NNODES=1:3 PET_NPROC_PER_NODE=1 PET_RDZV_BACKEND=c10d PET_RDZV_ENDPOINT=job-worker-0:23456")
 SAGEMAKER = env("SM_CURRENT_HOST=algo-2 SM_NUM_GPUS=8", SM_HOSTS='["algo-10", "algo-2", "algo-1"]')
 SKYPILOT = env("SKYPILOT_NODE_RANK=1 SKYPILOT_NUM_GPUS_PER_NODE=4", SKYPILOT_NODE_IPS="10.0.0.5\n10.0.0.6\n")
 DLC = env("RANK=1 WORLD_SIZE=2 MASTER_ADDR=dlc-master-0 MASTER_PORT=23456 NPROC_PER_NODE=8")
@@ -36,6 +38,9 @@ LOCAL = env("LOCAL_RANK=0 LOCAL_WORLD_SIZE=1")
         (KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}, ("PET_NNODES", 2, 1, 0, "job-node-0-0.job", 29400)),
         (KUBEFLOW | {"PET_MASTER_PORT": ""}, ("PET_NNODES", 2, 1, 4, "job-node-0-0.job", 29500)),
         (env("PET_NNODES=1"), ("PET_NNODES", 1, 0, 0, "", 0)),
+        (KUBEFLOW | {"PET_NNODES": "1:3"}, ("PET_NNODES", 3, 1, 4, "job-node-0-0.job", 29400, 1)),
+        (PYTORCHJOB, ("PET_NNODES", 3, -1, 1, "job-worker-0", 23456, 1)),
+        (PYTORCHJOB | {"PET_NNODES": "1:1"}, ("PET_NNODES", 1, 0, 1, "job-worker-0", 23456)),
         (SAGEMAKER, ("SM_HOSTS", 3, 1, 8, "algo-1", 29500)),
         (env("SM_CURRENT_HOST=algo-1", SM_HOSTS='["algo-1"]'), ("SM_HOSTS", 1, 0, 0, "algo-1", 29500)),
         (SKYPILOT, ("SKYPILOT_NODE_RANK", 2, 1, 4, "10.0.0.5", 29500)),
@@ -45,12 +50,13 @@ LOCAL = env("LOCAL_RANK=0 LOCAL_WORLD_SIZE=1")
     ],
 )
 def test_node(environ, expected):
-    assert env_vars.platform_node(environ) == expected
+    assert env_vars.platform_node(environ) == (expected and env_vars.PlatformNode(*expected))
 
 
 @pytest.mark.parametrize("environ, message", [
     (env("PET_NNODES=2"), "PET_NODE_RANK and PET_MASTER_ADDR are not set beside PET_NNODES=2"),
-    (KUBEFLOW | {"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is an elastic job, whose number of nodes changes: give one"),
+    (KUBEFLOW | {"PET_NNODES": "4:2"}, "PET_NNODES=2 is not an integer of at least 4"),
+    (env("PET_NNODES=1:3"), "PET_MASTER_ADDR is not set beside PET_NNODES=3"),
     (KUBEFLOW | {"PET_NODE_RANK": "2"}, "PET_NODE_RANK=2 is outside PET_NNODES=2"),
     (KUBEFLOW | {"PET_NPROC_PER_NODE": "many"}, "PET_NPROC_PER_NODE=many is not an integer of at least 1"),
     (env("SM_HOSTS=[]"), "SM_CURRENT_HOST is not set beside SM_HOSTS=[]"),
@@ -93,6 +99,11 @@ def test_one_worker_on_each_node(environ, expected):
     assert discovery.find(environ) == expected
 
 
+def test_one_worker_on_each_node_of_an_elastic_job_is_refused():
+    with pytest.raises(UserError, match=r"^PET_NNODES=1:3 is an elastic job, .* start python -m tfdist.launch"):
+        discovery.find(PYTORCHJOB)
+
+
 def test_pods_that_count_workers_and_nodes_are_refused():
     """PyTorchJob sets both: the rank is that of the pod, and the world that of all its processes."""
     with pytest.raises(
@@ -105,6 +116,9 @@ def test_pods_that_count_workers_and_nodes_are_refused():
     "flags, environ, expected",
     [
         ([], KUBEFLOW, dict(WORLD_SIZE="8", RANK="4", GROUP_RANK="1", MASTER_PORT="29400")),
+        ([], KUBEFLOW | {"PET_NNODES": "1:3"}, dict(WORLD_SIZE="12", RANK="4", MASTER_ADDR="job-node-0-0.job")),
+        (["--nnodes=1:2"], KUBEFLOW, dict(WORLD_SIZE="8", RANK="4", MASTER_PORT="29400")),
+        ([], PYTORCHJOB, dict(WORLD_SIZE="3", MASTER_ADDR="job-worker-0", MASTER_PORT="23456")),
         ([], SAGEMAKER, dict(WORLD_SIZE="24", RANK="8", GROUP_RANK="1", MASTER_ADDR="algo-1", MASTER_PORT="29500")),
         ([], SKYPILOT, dict(WORLD_SIZE="8", RANK="4", MASTER_ADDR="10.0.0.5")),
         ([], DLC, dict(WORLD_SIZE="16", RANK="8", MASTER_ADDR="dlc-master-0", MASTER_PORT="23456")),

@@ -307,7 +307,7 @@ def test_an_empty_number_is_not_taken_for_none(flags, planned):  # noqa: F811
         (ELASTIC, dict(TF_CONFIG="{}"), "the number of nodes change, and TF_CONFIG fixes it: unset that, or give"),
         (ELASTIC, dict(SLURM_STEP_NUM_TASKS="3"), "change, and SLURM_STEP_NUM_TASKS=3 fixes it: unset that, or give"),
         (ELASTIC, dict(MLP_WORKER_NUM="2", MLP_ROLE_INDEX="1", MLP_WORKER_0_HOST="w", MLP_WORKER_0_PORT="7"),
-         "change, and MLP_WORKER_NUM fixes it"),
+         "change, and MLP_WORKER_NUM=2 fixes it"),
         (["--nnodes=2:4"], {}, "--nnodes=2:4 needs --master_addr: the address of node 0"),
         (["--nnodes=2:4", "--master_addr=10.0.0.5"], {}, "--nnodes=2:4 needs TFDIST_SECRET in the environment"),
         ([*ELASTIC, "--master_port=0"], {}, "--master_port=0 means any free port, which other nodes cannot know"),

@@ -123,6 +123,9 @@ def _agreed(environ: Mapping[str, str]) -> Cluster:
     # A node's number is not a worker's number where something starts workers on the nodes.
     if all(c.source in (TF_CONFIG, TORCHRUN) and c.local_size == 1 for c in sources):
         node = env_vars.platform_node(environ)
+        if node and node.least:
+            what = f"{node.source}={environ[node.source]} is an elastic job, whose number of nodes changes"
+            raise UserError(what, "start python -m tfdist.launch on each, or give one number")
         if node:
             master = env_vars.master(environ, node.addr, node.port)
             sources.append(Cluster(node.source, node.node_rank, node.nnodes, master=master))

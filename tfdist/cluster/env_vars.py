@@ -90,11 +90,12 @@ class PlatformNode(NamedTuple):
     """A node of a job, as its platform describes it."""
 
     source: str  # the variable that counts the nodes, which identifies the platform in messages
-    nnodes: int
-    node_rank: int
+    nnodes: int  # in an elastic job the most
+    node_rank: int  # -1 in an elastic job that does not number them
     gpus: int = 0  # GPUs of each node; 0 if the platform names none
     addr: str = ""
     port: int = 0  # address of node 0; "" and 0 where a single node has none
+    least: int = 0  # minimum number of nodes of an elastic job
 
 
 def platform_node(environ: Mapping[str, str]) -> PlatformNode | None:
@@ -135,17 +136,24 @@ def _kubeflow(environ: Mapping[str, str]) -> PlatformNode | None:
     """Reads torchrun's defaults of flags, which Kubeflow sets in each pod."""
     if "PET_NNODES" not in environ:
         return None
-    if ":" in environ["PET_NNODES"]:
-        what = f"PET_NNODES={environ['PET_NNODES']} is an elastic job, whose number of nodes changes"
-        raise UserError(what, "give one number")
-    if number(environ, "PET_NNODES", least=1) > 1:
-        need(environ, "PET_NODE_RANK", "PET_MASTER_ADDR", beside="PET_NNODES")
-    rank, nodes = pair({"PET_NODE_RANK": "0", **environ}, "PET_NODE_RANK", "PET_NNODES")
+    least, elastic, most = environ["PET_NNODES"].rpartition(":")
+    environ = {**environ, "PET_NNODES": most}
+    fewest = number({"PET_NNODES": least}, "PET_NNODES", least=1) if elastic else 0
+    if elastic:  # PyTorchJob says where such members meet, and numbers none
+        host, _, at = environ.get("PET_RDZV_ENDPOINT", "").partition(":")
+        environ = filled({"PET_MASTER_ADDR": host, "PET_MASTER_PORT": at, **environ})
+    if number(environ, "PET_NNODES", least=max(1, fewest)) > 1:
+        need(environ, *(("PET_MASTER_ADDR",) if elastic else ("PET_NODE_RANK", "PET_MASTER_ADDR")), beside="PET_NNODES")
+    if elastic and "PET_NODE_RANK" not in environ:
+        rank, nodes = (-1 if int(most) > 1 else 0), int(most)
+    else:
+        rank, nodes = pair({"PET_NODE_RANK": "0", **environ}, "PET_NODE_RANK", "PET_NNODES")
+    fewest = fewest if nodes > 1 else 0
     addr, port = host_and_port(environ, "PET_MASTER_ADDR", "PET_MASTER_PORT")
     # `auto`, `cpu` and `gpu` leave the number to torchrun, and to --nproc_per_node here.
     each = environ.get("PET_NPROC_PER_NODE", "")
     gpus = 0 if each in ("", "auto", "cpu", "gpu") else number(environ, "PET_NPROC_PER_NODE", least=1)
-    return PlatformNode("PET_NNODES", nodes, rank, gpus, addr, port or (PORT if addr else 0))
+    return PlatformNode("PET_NNODES", nodes, rank, gpus, addr, port or (PORT if addr else 0), fewest)
 
 
 def _sagemaker(environ: Mapping[str, str]) -> PlatformNode | None:

@@ -209,6 +209,22 @@ def reach(
         time.sleep(RETRY_S)
 
 
+def listen(host: str, port: int, deadline: float, remind: Callable[[str, float], None]) -> socket.socket:
+    """Listens at an address of this machine; raises OSError.
+
+    A cluster publishes the name of a pod only after its start: until the deadline it need not be known.
+    """
+    while True:
+        try:
+            return wire.listen(host, port)
+        except socket.gaierror as error:
+            now = time.monotonic()
+            if now >= deadline:
+                raise
+            remind(f"the name of this machine, {host} ({(error.strerror or str(error)).lower()})", now)
+        time.sleep(RETRY_S)
+
+
 class Reminder:
     """Says from time to time who is missing."""
 
@@ -280,6 +296,13 @@ class _Registration:
             return f"{self._cluster.hosts[rank]} at {at}" if at else self._cluster.hosts[rank]
         return at or (self._own.host if self._cluster.size == self._cluster.local_size else "")
 
+    def _listen(self, address: str) -> socket.socket:
+        try:
+            return listen(*split(address), self._deadline, self._remind)
+        except OSError as error:
+            what = f"worker {self._own.rank} cannot listen at {address} ({(error.strerror or str(error)).lower()})"
+            raise UserError(what, "it must be a free port on an address of this machine") from None
+
     def _report_missing(self, rank: int, why: str = "") -> None:
         """Tells the launcher which worker is missing; -1 if unknown."""
         self.reported = True
@@ -298,7 +321,7 @@ class _Chief(_Registration):
         cluster = self._cluster
         self._present: dict[int, Arrival] = {}
         fd = cluster.meeting_fd
-        listener = socket.socket(fileno=fd) if fd is not None else _listen(cluster.master, 0)
+        listener = socket.socket(fileno=fd) if fd is not None else self._listen(cluster.master)
         host = listener.getsockname()[0]
         registrar = Registrar(listener, cluster.secret, "worker")
 
@@ -392,7 +415,7 @@ class _JoiningWorker(_Registration):
         cluster = self._cluster
         if cluster.addresses:
             answer_call_back = lambda connection, host: connection.tell({"rank": cluster.rank})
-            listener = _listen(cluster.addresses[cluster.rank], cluster.rank)
+            listener = self._listen(cluster.addresses[cluster.rank])
             acceptor = wire.Acceptor(listener, cluster.secret, answer_call_back)
         connection = self._reach_chief()
         held: tuple[socket.socket, ...] = ()
@@ -438,15 +461,6 @@ class _JoiningWorker(_Registration):
             raise UserError(
                 f"handshake with {chief} failed ({error})", "another program or job has this port, choose a free one"
             ) from None
-
-
-def _listen(address: str, rank: int) -> socket.socket:
-    host, port = split(address)
-    try:
-        return wire.listen(host, port)
-    except OSError as error:
-        what = f"worker {rank} cannot listen at {address} ({(error.strerror or str(error)).lower()})"
-        raise UserError(what, "it must be a free port on an address of this machine") from None
 
 
 def _reserve(host: str) -> tuple[socket.socket, str]:

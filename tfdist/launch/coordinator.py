@@ -20,7 +20,7 @@ from tfdist.cluster.registration import Arrival, Registrar, Reminder, drain, ref
 from tfdist.errors import UserError
 from tfdist.launch import node_agent
 from tfdist.launch.failure_policy import AttemptOutcome, NodeExit
-from tfdist.launch.worker_process import Events, Screen
+from tfdist.launch.worker_process import Events, Screen, Signalled
 
 EXIT_WAIT_S = 3.0  # time for the other launchers to receive the last message
 _RECORDED = 50  # most attempts that the chief records
@@ -39,15 +39,20 @@ def run(plan: node_agent.LaunchPlan, events: Events, screen: Screen) -> int:
 
     Returns the exit code; raises UserError if node 0 cannot listen or be reached there, or refuses this node.
     """
-    if plan.nodes.rank <= 0:
-        try:
-            coordinator = Coordinator(dataclasses.replace(plan, nodes=plan.nodes._replace(rank=0)), events, screen)
-        except node_agent.AddressInUseError:
-            if plan.nodes.rank == 0:
-                raise
-        else:
-            return coordinator.run()
-    return node_agent.follow(plan, events, screen)
+    try:
+        if plan.nodes.rank <= 0:
+            try:
+                coordinator = Coordinator(dataclasses.replace(plan, nodes=plan.nodes._replace(rank=0)), events, screen)
+            except node_agent.AddressInUseError:
+                if plan.nodes.rank == 0:
+                    raise
+            else:
+                return coordinator.run()
+        return node_agent.follow(plan, events, screen)
+    except Signalled:
+        name = events.signals[0]
+        screen.say(f"{name}: no worker was running", error=True)
+        return node_agent.code_of(name)
 
 
 class Coordinator:
@@ -74,9 +79,9 @@ class Coordinator:
         self._grow_at = math.inf  # when waiting nodes join, whatever happens
         self._registrar: Registrar | None = None
         if plan.nodes.max > 1:
-            self._registrar = Registrar(
-                node_agent.listen(plan.nodes.addr, plan.nodes.port), plan.secret, "node", events.wake
-            )
+            with events.interruptible():
+                listener = node_agent.listen(plan.nodes.addr, plan.nodes.port, plan.start_timeout, screen.say)
+            self._registrar = Registrar(listener, plan.secret, "node", events.wake)
 
     def run(self) -> int:
         """Runs attempt after attempt; returns the exit code, or raises a UserError, which the other nodes know too."""

@@ -45,13 +45,15 @@ class Nodes(NamedTuple):
 
 def find(options: argparse.Namespace, environ: Mapping[str, str], start_timeout: float) -> Nodes:
     """Returns the nodes by the flags, else by a training platform's variables; raises UserError if neither suffices."""
-    if ":" in (options.nnodes or ""):
-        return _elastic(options, environ, start_timeout)
+    platform = env_vars.platform_node(environ)
+    elastic = platform and platform.least and options.nnodes is None
+    text = f"{platform.least}:{platform.nnodes}" if platform and elastic else options.nnodes or ""
+    if ":" in text:
+        return _elastic(text, platform, options, environ, start_timeout)
     for name in _ELASTIC:
         if getattr(options, name) is not None:
             raise UserError(f"--{name} is for --nnodes=MIN:MAX, where nodes may join and leave", "leave it out")
-    platform = env_vars.platform_node(environ)
-    if platform and options.nnodes not in (None, str(platform.nnodes)):
+    if platform and (platform.least or options.nnodes not in (None, str(platform.nnodes))):
         platform = None  # the nodes are arranged by hand
     index = environ.get("JOB_COMPLETION_INDEX", "").strip()
     if index and not platform and options.nnodes is None:
@@ -85,9 +87,14 @@ def _port(text: str | int, nnodes: int) -> int:
     return port
 
 
-def _elastic(options: argparse.Namespace, environ: Mapping[str, str], start_timeout: float) -> Nodes:
-    """Returns the nodes of an elastic job."""
-    text = options.nnodes
+def _elastic(
+    text: str,
+    platform: env_vars.PlatformNode | None,
+    options: argparse.Namespace,
+    environ: Mapping[str, str],
+    start_timeout: float,
+) -> Nodes:
+    """Returns the nodes of an elastic job of MIN:MAX nodes; its platform's number, if any, is MAX."""
     match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
     if not match:
         raise UserError(f"--nnodes must be an integer of at least 1, or MIN:MAX such as 2:4, got {text}")
@@ -100,27 +107,32 @@ def _elastic(options: argparse.Namespace, environ: Mapping[str, str], start_time
     ):
         if wrong:
             raise UserError(f"--nnodes={text} is MIN:MAX, and {line}")
-    platform, tasks = env_vars.platform_node(environ), environ.get("SLURM_STEP_NUM_TASKS", "").strip()
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "").strip()
     fixed = "TF_CONFIG" if environ.get("TF_CONFIG", "").strip() else ""
-    if not fixed and platform and platform.nnodes > 1:
-        fixed = platform.source
+    if platform and platform.nnodes == 1:
+        platform = None
+    if not fixed and platform and not platform.least and platform.nnodes != most:
+        fixed = f"{platform.source}={platform.nnodes}"
     if not fixed and tasks not in ("", "1"):
         fixed = f"SLURM_STEP_NUM_TASKS={tasks}"
     if fixed:
         what = f"--nnodes={text} lets the number of nodes change, and {fixed} fixes it"
         raise UserError(what, "unset that, or give --nnodes one number")
-    if not options.master_addr:
+    default = platform or env_vars.PlatformNode("", 1, -1)
+    addr = options.master_addr or default.addr
+    if not addr:
         raise UserError(f"--nnodes={text} needs --master_addr: the address of node 0 in the network of the nodes")
-    port = _port(options.master_port or env_vars.PORT, most)
+    port = _port(options.master_port or default.port or env_vars.PORT, most)
     # A pod of an indexed Job of Kubernetes knows its number. Node 0 numbers the others.
-    index = environ.get("JOB_COMPLETION_INDEX", "").strip() if options.node_rank is None else options.node_rank
-    node = -1 if options.node_rank is None and not index else min(whole("--node_rank", index, 0), 1)
+    known = environ.get("JOB_COMPLETION_INDEX", "").strip() or str(default.node_rank)
+    index = known if options.node_rank is None else options.node_rank
+    node = -1 if index == "-1" and options.node_rank is None else min(whole("--node_rank", index, 0), 1)
     waits = Waits(
         seconds("--join_timeout", options.join_timeout or str(JOIN_S), least=0),
         seconds("--rejoin_timeout", options.rejoin_timeout or str(start_timeout)),
         seconds("--scale_wait", options.scale_wait or str(SCALE_S), least=0),
     )
-    return Nodes(most, least, True, node, options.master_addr, port, "1", waits)
+    return Nodes(most, least, True, node, addr, port, str(default.gpus or 1), waits)
 
 
 def secret(nodes: Nodes, insecure: bool, environ: Mapping[str, str]) -> str:

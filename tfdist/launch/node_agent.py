@@ -15,7 +15,7 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfdist.checkpoints.run_folder import RunFolder
@@ -26,7 +26,7 @@ from tfdist.cluster.schema import whole
 from tfdist.config import messages
 from tfdist.errors import UserError
 from tfdist.launch.machines import Nodes
-from tfdist.launch.worker_process import Events, Screen, Signalled, Start, WorkerGroup
+from tfdist.launch.worker_process import Events, Screen, Start, WorkerGroup
 
 SUPERSEDED_S = 5.0  # after this silence, a launcher that registers with the same node rank is the old one started again
 _HANGUPS = 3  # handshakes in a row that end early: by then it is no accident
@@ -152,10 +152,11 @@ class AddressInUseError(UserError):
     """The port is taken, or the address belongs to another machine: node 0 may be there."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Listens at --master_addr, or raises UserError."""
+def listen(host: str, port: int, wait: float = 0.0, say: Callable[[str], object] = print) -> socket.socket:
+    """Listens at --master_addr, whose name may become known within `wait` seconds, or raises UserError."""
+    deadline = time.monotonic() + wait
     try:
-        return wire.listen(host, port)
+        return registration.listen(host, port, deadline, registration.Reminder(say, deadline))
     except socket.gaierror as error:
         raise UserError(
             f"--master_addr={host} is not known ({error.strerror})", "give a name or address of node 0"
@@ -172,7 +173,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def join(host: str, port: int, secret: str, own: Member, timeout: float, events: Events, screen: Screen) -> NodeLink:
-    """Registers with node 0, which may start later; raises UserError if it refuses or is late, or Signalled."""
+    """Registers with node 0, which may start later; raises UserError if it refuses or is late, or `Signalled`."""
     node0, deadline = f"node 0 at {host}:{port}", time.monotonic() + timeout
     remind = registration.Reminder(screen.say, deadline)
 
@@ -376,10 +377,6 @@ def follow(plan: LaunchPlan, events: Events, screen: Screen) -> int:
             if code is not None:
                 return code
             # Node 0 is lost. Its launcher may be started again, where restarts are wanted, or this node was cut off.
-    except Signalled:
-        name = events.signals[0]
-        screen.say(f"{name}: no worker was running", error=True)
-        return code_of(name)
     finally:
         heartbeats.close()
     return 1
