@@ -99,17 +99,15 @@ def test_one_worker_on_each_node(environ, expected):
     assert discovery.find(environ) == expected
 
 
-def test_one_worker_on_each_node_of_an_elastic_job_is_refused():
-    with pytest.raises(UserError, match=r"^PET_NNODES=1:3 is an elastic job, .* start python -m tfdist.launch"):
-        discovery.find(PYTORCHJOB)
-
-
-def test_pods_that_count_workers_and_nodes_are_refused():
-    """PyTorchJob sets both: the rank is that of the pod, and the world that of all its processes."""
-    with pytest.raises(
-        UserError, match=r"^this process is rank 1 of 8 by torchrun's variables and rank 1 of 2 by PET_NNO"
-    ):
-        discovery.find(KUBEFLOW | env("RANK=1 WORLD_SIZE=8 MASTER_ADDR=a MASTER_PORT=1"))
+@pytest.mark.parametrize("environ, message", [
+    (PYTORCHJOB, r"PET_NNODES=1:3 is an elastic job, whose number of nodes changes: start python -m tfdist\.launch"),
+    # A PyTorchJob that sets both: the rank is that of the pod, and the world that of all its processes.
+    (KUBEFLOW | env("RANK=1 WORLD_SIZE=8 MASTER_ADDR=a MASTER_PORT=1"),
+     "this process is rank 1 of 8 by torchrun's variables and rank 1 of 2 by PET_NNODES"),
+])  # fmt: skip
+def test_what_is_no_worker_is_refused(environ, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        discovery.find(environ)
 
 
 @pytest.mark.parametrize(
