@@ -355,11 +355,12 @@ class _Writer:
         if "MultiOptimizer" in self.compiled and "Notes" in callback:
             return False  # has no learning rate
         if re.search("LearningRate|ReduceLR|Rates", callback):
-            return not re.search("schedules|MultiOptimizer", self.compiled)
+            by_batch = "|steps_per_execution" * ("Rates" in callback)  # which says how often it is called
+            return not re.search("schedules|MultiOptimizer" + by_batch, self.compiled)
         if ".keras" in callback and any("Chain(" in line or "Lambda(" in line for line in model):
             return False
         if "Batch" in callback or "batch" in callback:
-            return "steps_per_execution" not in self.compiled  # which says how often it is called
+            return "steps_per_execution" not in self.compiled
         return "Backup" not in callback or "keras.Input(" in model[0]
 
     def evaluate(self, batch: int) -> str:
