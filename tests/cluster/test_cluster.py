@@ -372,6 +372,7 @@ REFUSED = [
      "SLURM_STEP_TASKS_PER_NODE=2,x does not add up to SLURM_STEP_NUM_TASKS=3: unset SLURM_STEP_ID"),
     (changed(SRUN, SLURM_STEP_TASKS_PER_NODE="2(x2)"),
      "SLURM_STEP_TASKS_PER_NODE=2(x2) does not add up to SLURM_STEP_NUM_TASKS=3"),
+    (changed(SRUN, SLURM_STEP_TASKS_PER_NODE="2", SLURM_HET_SIZE="2"), "SLURM_STEP_NUM_TASKS=3: start it in one "),
     (changed(SRUN, SLURM_LOCALID="2"),
      "SLURM_LOCALID=2 on node 0 is outside SLURM_STEP_TASKS_PER_NODE=2,1: unset SLURM_STEP_ID"),
     (changed(SRUN, SLURM_NODEID="2"), "SLURM_LOCALID=1 on node 2 is outside SLURM_STEP_TASKS_PER_NODE=2,1"),

@@ -1,5 +1,7 @@
 """Nodes as training platforms describe them, for the launcher and for one worker on each node."""
 
+import json
+
 import pytest
 from support.launchers import launch  # noqa: F401
 
@@ -97,6 +99,35 @@ HOROVOD = env("HOROVOD_RANK=3 HOROVOD_SIZE=4 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_
 )
 def test_one_worker_on_each_node(environ, expected):
     assert discovery.find(environ) == expected
+
+
+def tf_config(kind, index, **cluster):
+    """As Google's and Azure's services and Ray write it, with fields that TensorFlow does not ask for."""
+    return {
+        "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index, "cloud": "x"}, "job": {}})
+    }
+
+
+AZURE_MPI = env(
+    "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2"
+)
+AZURE_MPI |= env("AZ_BATCH_MASTER_NODE=10.0.0.4:6000 PMIX_NAMESPACE=1061879809")
+
+
+@pytest.mark.parametrize("environ, rank, size, master", [
+    # Vertex AI: cloud.google.com/ai-platform/training/docs/distributed-training-details; no evaluator is in the cluster
+    (tf_config("chief", 0, chief=["pool0-0:2222"]) | env("CLOUD_ML_JOB={}"), 0, 1, "pool0-0:2222"),
+    (tf_config("worker", 1, chief=["pool0-0:2222"], worker=["pool1-0:2222", "pool1-1:2222"]), 2, 3, "pool0-0:2222"),
+    # Azure ML: learn.microsoft.com/azure/machine-learning/how-to-train-distributed-gpu (TensorFlow, MPI, PyTorch)
+    (tf_config("worker", 1, worker=["10.0.0.4:2222", "10.0.0.5:2222"]), 1, 2, "10.0.0.4:2222"),
+    (AZURE_MPI, 3, 4, "10.0.0.4:15400"),
+    (env("MASTER_ADDR=10.0.0.4 MASTER_PORT=6105 WORLD_SIZE=4 NODE_RANK=1 RANK=3 LOCAL_RANK=1"), 3, 4, "10.0.0.4:6105"),
+    # Ray: python/ray/train/tensorflow/config.py
+    (tf_config("worker", 0, worker=["10.1.0.7:41235", "10.1.1.9:37871"]), 0, 2, "10.1.0.7:41235"),
+])  # fmt: skip
+def test_services_that_count_workers(environ, rank, size, master):
+    found = discovery.find(environ)
+    assert (found.rank, found.size, found.master) == (rank, size, master)
 
 
 @pytest.mark.parametrize("environ, message", [

@@ -203,6 +203,14 @@ def test_mpijob(alone, tmp_path, tfds_dir):
     assert_as_alone(tmp_path, alone)
 
 
+def test_each_job_of_an_array_has_its_folder(tmp_path):
+    (tmp_path / "srun").symlink_to("/bin/echo")
+    own = {"SLURM_ARRAY_TASK_ID": "3", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = ["bash", str(DEPLOY / "slurm.sbatch"), "--config=digits_mlp", "--workdir=/shared/runs"]
+    done = processes.run(words, env={**os.environ, **own}, capture_output=True, text=True)
+    assert done.stdout.endswith("--config.seed=3 --config=digits_mlp --workdir=/shared/runs --workdir=/shared/runs/3\n")
+
+
 @pytest.mark.parametrize("name", [*JOBS, "runs-volume.yaml", "reader.yaml"])
 def test_kubernetes_knows_every_field(name):
     """Also those of the jobs and pods that an operator makes, and with the line for GPUs."""

@@ -171,6 +171,8 @@ def _mpi(environ: Mapping[str, str], source: str) -> Cluster | None:
     job = environ.get("PMIX_NAMESPACE", "") if source == OPEN_MPI else ""
     port = _PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if job else 0
     host = "127.0.0.1" if cluster.local_size == cluster.size else ""
+    # Azure names the node on which mpirun runs, with a port of its own.
+    host = host or environ.get("AZ_BATCH_MASTER_NODE", "").partition(":")[0]
     return dataclasses.replace(cluster, master=env_vars.master(environ, host, port))
 
 
@@ -192,7 +194,9 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
     rank, size = env_vars.pair(environ, "SLURM_PROCID", tasks)
     local_rank, per_node = env_vars.number(environ, "SLURM_LOCALID"), _tasks_per_node(environ[spread])
     if sum(per_node) != size:
-        raise UserError(f"{spread}={environ[spread]} does not add up to {tasks}={size}", "unset SLURM_STEP_ID")
+        several = "start it in one component of this heterogeneous job, as srun --het-group=0 does"
+        fix = several if env_vars.number(environ, "SLURM_HET_SIZE") > 1 else "unset SLURM_STEP_ID"
+        raise UserError(f"{spread}={environ[spread]} does not add up to {tasks}={size}", fix)
     in_blocks = bisect.bisect_right(list(itertools.accumulate(per_node)), rank)
     node = env_vars.number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else in_blocks
     if node >= len(per_node) or local_rank >= per_node[node]:
