@@ -25,7 +25,8 @@ PAGES = [
     *sorted([*ROOT.glob("docs/*.md"), ROOT / "docs/evidence/tests.md"]),
 ]
 COMMANDS = tuple(commands.COMMANDS)
-FOREIGN = {"epochs": "a script", "signal": "sbatch, timeout", "logdir": "tensorboard", "dist": "pytest"}
+FOREIGN = {"epochs": "a script", "signal": "sbatch, timeout", "array": "sbatch", "logdir": "tensorboard"}
+FOREIGN["dist"] = "pytest"
 """Flags of other programs that the pages show."""
 GROUPS = tuple(f.name for f in dataclasses.fields(Experiment) if f.name not in ("name", "seed"))
 PATH = re.compile(r"(?:tfdist|tests|docs|benchmarks|configs|flags|notebooks|deploy)/[\w./*-]*(?::[\w.]+)?")
