@@ -16,7 +16,7 @@ import tfdist
 from tfdist.checkpoints import files
 from tfdist.errors import Interrupted
 from tfdist.keras_bridge import layer_state, optimizer_update, preconditions
-from tfdist.trainer.agreement import StepsPerCallTuner
+from tfdist.trainer.agreement import NOTHING_DUE, Decisions, SlowWorkers, StepsPerCallTuner
 from tfdist.trainer.callbacks import needs_every_batch
 from tfdist.trainer.plan import FitOptions
 
@@ -169,6 +169,24 @@ def test_calls_are_longer_where_workers_take_long_to_agree():
         near.record(0.04 * near.updates, near.updates, full=True, between=0.002)
         far.record(0.04 * far.updates, far.updates, full=True, between=between)
     assert (near.updates, far.updates) == (5, 15)
+
+
+@pytest.mark.parametrize(
+    "spent, words",
+    [
+        ([(0.0, 1.0), (0.3, 1.1)], ""),
+        ([(0.0, 1.0), (1.0, 1.0)], "worker 1 (b) takes 2.0 times as long as the others, mostly for its input: they wait"),
+        ([(0, 1.5), (0, 1), (0.1, 2.9), (0, 1)], "worker 2 (c) takes 3.0 times as long as the others, mostly for its comp"),
+        ([(0, 1), (0, 1.5), (0, 3)], "updates would take 75% less time without it"),
+        ([(0.0, 1.0), ()], ""),  # whose clock does not tell
+        ([(0.0, 1.0)], ""),
+    ],
+)
+def test_a_worker_for_which_the_others_wait_is_named_once(spent, words):
+    workers = SlowWorkers("abcd"[: len(spent)])
+    said = [workers.record(Decisions(2.0, 0.0, NOTHING_DUE, spent)) for _ in range(70)]
+    assert [at for at, line in enumerate(said) if line] == [29] * bool(words), "after a minute of calls"
+    assert words in "".join(said)
 
 
 @pytest.mark.parametrize(

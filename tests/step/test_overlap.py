@@ -19,11 +19,11 @@ LAYERS, WIDTH = 3, 400
 
 
 class Traced:
-    """The function of a graph in which the collectives are, and what each of its operations waits for."""
+    """The function of a graph in which operations of a kind are, and what each of its operations waits for."""
 
-    def __init__(self, concrete):
+    def __init__(self, concrete, kind):
         library = concrete.graph.as_graph_def().library.function
-        (self.body,) = (f.node_def for f in library if any(n.op == "CollectiveReduceV2" for n in f.node_def))
+        (self.body,) = (f.node_def for f in library if any(n.op == kind for n in f.node_def))
         self._nodes = {node.name: node for node in self.body}
 
     def of(self, kind):
@@ -46,7 +46,7 @@ class Traced:
         return found
 
 
-def traced(distribution, optimizer, width=WIDTH, bucket_bytes=0):
+def traced(distribution, optimizer, width=WIDTH, bucket_bytes=0, kind="CollectiveReduceV2", stream=False):
     """An update of a model on one of two workers, which never runs."""
     ring = multi_worker.Ring(2, "CPU:0")
     all_sum = lambda tensors: collectives.bucketed(tensors, ring.reduce, bucket_bytes)
@@ -54,11 +54,20 @@ def traced(distribution, optimizer, width=WIDTH, bucket_bytes=0):
     with distribution.scope():
         model = keras.Sequential([keras.Input((4,)), *(keras.layers.Dense(width) for _ in range(LAYERS))])
         model.compile(optimizer(), "mse")
-    source = sources.as_source(np.zeros((8, 4), "float32"), np.zeros((8, width), "float32"))
+    data = np.zeros((8, 4), "float32"), np.zeros((8, width), "float32")
+    source = sources.as_source(tf.data.Dataset.from_tensor_slices(data).batch(4) if stream else data[0], *data[1:][stream:])
     layout = sources.layout_of(source, 4, distribution, 1, least=False)
     part = sources.read_epochs(source, layout, True, 0).next(0, 2)
     call = step_calls.step_of(model, distribution, source).compiled("train", layout, full=part.full, norm=True)
-    return Traced(call.get_concrete_function(part.feed, tf.constant(part.first), tf.constant(part.last)))
+    sums = tf.zeros([1], tf.float64)
+    return Traced(call.get_concrete_function(part.feed, tf.constant(part.first), tf.constant(part.last), sums), kind)
+
+
+def test_the_clock_of_the_input_is_read_before_the_batch_is_taken(connect):
+    """It was read after the sum, now and then: a worker that waited for a slow one seemed to wait for its own data."""
+    update = traced(connect(1), keras.optimizers.SGD, width=4, kind="If", stream=True)
+    (taken,) = update.of("If")  # of whose inputs an operation within awaits what it needs, and the condition
+    assert update.awaited(update.given(taken)) & {*update.of("Timestamp")}
 
 
 def test_a_sum_waits_for_its_own_tensor_alone(connect):

@@ -74,7 +74,11 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, step: Calla
         def body(*entries: tf.Tensor) -> LoopState:
             state = LoopState(*entries)
             more, take = next_batch(feed, state.i, layout, distribution)
-            waited = tf.maximum(seconds_now(more) - state.ended, 0.0) if waits else None
+            if waits:
+                now = seconds_now(more)
+                with tf.control_dependencies([now]):  # or a busy executor reads that clock after the batch's sums
+                    more = tf.identity(more)
+            waited = tf.maximum(now - state.ended, 0.0) if waits else None
 
             def work() -> LoopState:
                 graph = tf.compat.v1.get_default_graph()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import keras
+import numpy as np
 
 from tfdist.data.protocol import Feed
 from tfdist.distributed.distribution import Distribution
@@ -15,6 +16,7 @@ SHORTEST_CALL_S = 0.2  # Python's share of such a call is small, and progress st
 TIMES_BETWEEN = 20
 """A call lasts this many times the time between two calls, where that is more: far workers take long to agree."""
 LONGEST_CALL_S = 1.0  # a call never lasts longer than that, since signals and callbacks wait for its end
+SLOW, WATCHED_S = 1.5, 60.0  # times the median of the other workers, over so many seconds of calls, is slow
 RECENT_CALLS = 3  # the shortest time between these calls counts: a callback may take long now and then
 
 
@@ -34,6 +36,7 @@ class Decisions(NamedTuple):
     seconds: float  # mean duration of the call
     between: float  # mean time from the call before to this one, in seconds
     due: Due
+    spent: Sequence[Sequence[float]]  # by worker
 
 
 def agree(
@@ -47,6 +50,7 @@ def agree(
     feed: Feed | None = None,
     stop_attribute: str = "stop_training",
     between: float = 0.0,
+    spent: Sequence[float] = (),
 ) -> Decisions:
     """Exchanges what the workers see, and gives all models the same `stop_attribute`, by which callbacks stop Keras.
 
@@ -54,6 +58,7 @@ def agree(
       label: where this worker is.
       seconds, between: duration of the call here, and the time since the call before.
       should_stop: returns a reason to stop the run, or an empty string.
+      spent: seconds of the call here waiting for input, and computing; empty where they are not known.
       digest, feed: checksums of the batches that this worker has read, and who has read them.
 
     Raises:
@@ -61,15 +66,15 @@ def agree(
       Interrupted: some worker has a reason to stop.
     """
     peers = distribution.peers
-    own = [seconds, between, should_stop(), bool(getattr(model, stop_attribute, False)), due, list(digest)]
-    all_seconds, all_between, reasons, stops, dues, digests = zip(*peers.gather(label, own))
+    own = [seconds, between, should_stop(), bool(getattr(model, stop_attribute, False)), due, list(digest), list(spent)]
+    all_seconds, all_between, reasons, stops, dues, digests, all_spent = zip(*peers.gather(label, own))
     if feed is not None:
         feed.compare(digests, peers, label)
     for rank, reason in enumerate(reasons):
         if reason:
             raise Interrupted(reason + (f" (worker {rank})" if peers.size > 1 else ""))
     setattr(model, stop_attribute, any(stops))
-    return Decisions(statistics.fmean(all_seconds), statistics.fmean(all_between), Due(*dues[0]))
+    return Decisions(statistics.fmean(all_seconds), statistics.fmean(all_between), Due(*dues[0]), all_spent)
 
 
 def any_worker(distribution: Distribution, label: str, *facts: bool) -> list[bool]:
@@ -80,6 +85,36 @@ def any_worker(distribution: Distribution, label: str, *facts: bool) -> list[boo
 def never() -> str:
     """Returns no reason to stop."""
     return ""
+
+
+class SlowWorkers:
+    """Names, once each, the workers of these hosts for which the others wait in every update."""
+
+    def __init__(self, hosts: Sequence[str]):
+        self._hosts, self._named = hosts, set[int]()
+        self._spent, self._seconds = np.zeros((len(hosts), 2)), 0.0
+
+    def record(self, decisions: Decisions) -> str:
+        """Adds a call; returns a warning if a worker was slow for a minute of them, "" if none was."""
+        if len(self._hosts) < 2 or not all(decisions.spent):
+            return ""
+        self._spent, self._seconds = self._spent + decisions.spent, self._seconds + decisions.seconds
+        if self._seconds < WATCHED_S:
+            return ""
+        spent, seconds, busy = self._spent, self._seconds, self._spent.sum(1)
+        self._spent, self._seconds = np.zeros_like(spent), 0.0
+        slow = int(busy.argmax())
+        others = np.delete(spent, slow, 0)
+        times = busy[slow] / max(float(np.median(others.sum(1))), 1e-9)
+        if times < SLOW or slow in self._named:
+            return ""
+        self._named.add(slow)
+        what = ("its input", "its computation")[int((spent[slow] - np.median(others, 0)).argmax())]
+        gain = (busy[slow] - others.sum(1).max()) / seconds
+        return (
+            f"WARNING: worker {slow} ({self._hosts[slow]}) takes {times:.1f} times as long as the others, mostly for {what}"
+            f": they wait for it, and updates would take {gain:.0%} less time without it"
+        )
 
 
 class StepsPerCallTuner:

@@ -40,6 +40,7 @@ class FitLoop:
         self._logs: dict = {}
         self._checkpoints = CheckpointHook(plan.options.checkpoints, plan.run())
         self._tuner = agreement.StepsPerCallTuner(plan.updates_per_call)
+        self._slow_workers = agreement.SlowWorkers(self._distribution.peers.hosts)
         # Loss scaling skips such updates, and Keras' own callback ends the training in its own way.
         self._allows_nan = hasattr(plan.model.optimizer, "inner_optimizer") or any(
             isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in plan.callbacks.callbacks
@@ -286,7 +287,10 @@ class FitLoop:
             feed.digest(done),
             feed,
             between=python,
+            spent=(spent.input, spent.compute) if steady and all_reduce is not None else (),
         )
+        if warning := self._slow_workers.record(decisions):
+            logger.info(warning)
         self._tuner.record(decisions.seconds, done, part.full, decisions.between)
         self._check_again(done)
         if done < part.last - part.first:
