@@ -24,7 +24,7 @@ import pytest
 from tfdist.distributed import horovod_install
 from tfdist.errors import TrainingError, UserError
 from tfdist.horovod_build import __main__ as horovod_build
-from tfdist.horovod_build import requirements, workspace
+from tfdist.horovod_build import workspace
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
@@ -84,7 +84,7 @@ class Site:
         venv.create(folder / "venv", symlinks=True)
         self.python = folder / "venv" / "bin" / "python"
         (self.packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
-        needed = {"absl-py", "ml-collections", "pip", *requirements._PACKAGES}
+        needed = {"absl-py", "ml-collections", "pip", *workspace._PACKAGES}
         for name in needed - {*leave_out}:
             for top in {file.parts[0] for file in metadata.files(name)} - {"..", "__pycache__"}:
                 (self.packages / top).symlink_to(metadata.distribution(name).locate_file(top))
@@ -309,7 +309,7 @@ def test_a_python_that_belongs_to_the_system(tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match=r"a virtual environment \(this Python is the system's\): .*python3 -m venv .venv"
     ):
-        requirements.find(wanted, {"PATH": os.environ["PATH"]})
+        workspace.find(wanted, {"PATH": os.environ["PATH"]})
 
 
 @pytest.mark.parametrize(
@@ -496,4 +496,4 @@ def test_the_real_one_is_built_and_the_command_knows(run, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.fullmatch(r"tfdist: Horovod 0.28.1 is already built for TensorFlow \S+ \(Gloo.*\)\n", done.stdout)
     assert horovod_install.problem() == ""
-    assert horovod_build.environment(("Gloo",), requirements.Tools("x", {}), "y")["PATH"] == "x"
+    assert horovod_build.environment(("Gloo",), workspace.Tools("x", {}), "y")["PATH"] == "x"

@@ -171,17 +171,12 @@ def test_calls_are_longer_where_workers_take_long_to_agree():
     assert (near.updates, far.updates) == (5, 15)
 
 
-@pytest.mark.parametrize(
-    "spent, words",
-    [
-        ([(0.0, 1.0), (0.3, 1.1)], ""),
-        ([(0.0, 1.0), (1.0, 1.0)], "worker 1 (b) takes 2.0 times as long as the others, mostly for its input: they wait"),
-        ([(0, 1.5), (0, 1), (0.1, 2.9), (0, 1)], "worker 2 (c) takes 3.0 times as long as the others, mostly for its comp"),
-        ([(0, 1), (0, 1.5), (0, 3)], "updates would take 75% less time without it"),
-        ([(0.0, 1.0), ()], ""),  # whose clock does not tell
-        ([(0.0, 1.0)], ""),
-    ],
-)
+@pytest.mark.parametrize("spent, words", [
+    ([(0, 1), (0.3, 1.1)], ""),
+    ([(0, 1), (1, 1)], "worker 1 (b) takes 2.0 times as long as the others, mostly for its input: they wait"),
+    ([(0, 1.5), (0, 1), (0.1, 2.9), (0, 1)], "worker 2 (c) takes 3.0 times as long as the others, mostly for its com"),
+    ([(0, 1), ()], ""),
+])  # fmt: skip
 def test_a_worker_for_which_the_others_wait_is_named_once(spent, words):
     workers = SlowWorkers("abcd"[: len(spent)])
     said = [workers.record(Decisions(2.0, 0.0, NOTHING_DUE, spent)) for _ in range(70)]

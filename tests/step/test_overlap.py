@@ -55,7 +55,9 @@ def traced(distribution, optimizer, width=WIDTH, bucket_bytes=0, kind="Collectiv
         model = keras.Sequential([keras.Input((4,)), *(keras.layers.Dense(width) for _ in range(LAYERS))])
         model.compile(optimizer(), "mse")
     data = np.zeros((8, 4), "float32"), np.zeros((8, width), "float32")
-    source = sources.as_source(tf.data.Dataset.from_tensor_slices(data).batch(4) if stream else data[0], *data[1:][stream:])
+    source = sources.as_source(
+        tf.data.Dataset.from_tensor_slices(data).batch(4) if stream else data[0], *data[1:][stream:]
+    )
     layout = sources.layout_of(source, 4, distribution, 1, least=False)
     part = sources.read_epochs(source, layout, True, 0).next(0, 2)
     call = step_calls.step_of(model, distribution, source).compiled("train", layout, full=part.full, norm=True)

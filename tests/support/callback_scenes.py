@@ -346,7 +346,7 @@ def on_batch(distribution, folder):
     return (
         calls(by, model),
         refusal(by.predict_on_batch, text, y[:, None]),
-        refusal(by.train_on_batch, model, x + distribution.rank, y),
+        refusal(lambda: [by.train_on_batch(model, x + distribution.rank * (i > 9), y) for i in range(12)]),
     )
 
 

@@ -20,7 +20,6 @@ from tfdist.config.messages import logger
 from tfdist.distributed import horovod_install
 from tfdist.distributed.horovod_install import VERSION, Build
 from tfdist.errors import TrainingError, UserError
-from tfdist.horovod_build import requirements
 from tfdist.horovod_build import workspace as workspace_lib
 
 
@@ -37,7 +36,7 @@ def ensure(operations: tuple[str, ...], sdist: str = "") -> str:
     archive = pathlib.Path(sdist).absolute() if sdist else None
     if archive:
         workspace_lib.check_archive(archive)
-    tools, folder = requirements.find(wanted), _folder()
+    tools, folder = workspace_lib.find(wanted), _folder()
     with local_files.locked(folder / "lock", "another build of Horovod", workspace_lib.LIMIT_S):
         if there := _already(wanted):  # somebody else's build, after a wait
             return there
@@ -70,9 +69,9 @@ def _build(workspace: workspace_lib.Workspace, wanted: Build, archive: pathlib.P
     workspace.install(wheel)
 
 
-def environment(operations: tuple[str, ...], tools: requirements.Tools, temporary: str) -> dict[str, str]:
+def environment(operations: tuple[str, ...], tools: workspace_lib.Tools, temporary: str) -> dict[str, str]:
     """Returns the variables of the build. What is built follows from the options alone, not from the caller's."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_") or k in requirements.PLACES}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_") or k in workspace_lib.PLACES}
     for name in ("MFLAGS", "MAKELEVEL", "CCL_ROOT"):  # of a make that runs this; would add oneCCL
         environ.pop(name, None)
     mpi = {"HOROVOD_WITH_MPI": "1"} if "MPI" in operations else {"HOROVOD_WITHOUT_MPI": "1"}

@@ -102,8 +102,7 @@ class SlowWorkers:
         if self._seconds < WATCHED_S:
             return ""
         spent, seconds, busy = self._spent, self._seconds, self._spent.sum(1)
-        self._spent, self._seconds = np.zeros_like(spent), 0.0
-        slow = int(busy.argmax())
+        self._spent, self._seconds, slow = np.zeros_like(spent), 0.0, int(busy.argmax())
         others = np.delete(spent, slow, 0)
         times = busy[slow] / max(float(np.median(others.sum(1))), 1e-9)
         if times < SLOW or slow in self._named:
@@ -111,10 +110,8 @@ class SlowWorkers:
         self._named.add(slow)
         what = ("its input", "its computation")[int((spent[slow] - np.median(others, 0)).argmax())]
         gain = (busy[slow] - others.sum(1).max()) / seconds
-        return (
-            f"WARNING: worker {slow} ({self._hosts[slow]}) takes {times:.1f} times as long as the others, mostly for {what}"
-            f": they wait for it, and updates would take {gain:.0%} less time without it"
-        )
+        worker = f"worker {slow} ({self._hosts[slow]}) takes {times:.1f} times as long as the others"
+        return f"WARNING: {worker}, mostly for {what}: they wait for it {gain:.0%} of the time"
 
 
 class StepsPerCallTuner:

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoints import training_state
+from tfdist.config.keywords import checked_keywords
 from tfdist.data import arrays, python_batches, sources
 from tfdist.data.spec import Structure
 from tfdist.distributed import connect
@@ -24,10 +25,10 @@ from tfdist.step.batch_loop import CallResult, as_python
 from tfdist.verification import equivalence_check
 from tfdist.verification.replica_sync_check import ReplicaSyncCheck
 
-_COMPARED_EVERY = 16  # calls between two comparisons of the batches of all workers, which take a message each
 _ANY = 1 << 30  # batch of a layout whose functions take any number of examples
 
 
+@checked_keywords
 def train_on_batch(
     model: keras.Model,
     x: Structure,
@@ -61,6 +62,7 @@ def train_on_batch(
     return _logs(model, "train", columns, _Options(distribution, virtual_replicas, check_agreement), return_dict)
 
 
+@checked_keywords
 def test_on_batch(
     model: keras.Model,
     x: Structure,
@@ -77,6 +79,7 @@ def test_on_batch(
     return _logs(model, "test", columns, _Options(distribution, virtual_replicas, check_agreement), return_dict)
 
 
+@checked_keywords
 def predict_on_batch(
     model: keras.Model,
     x: Structure,
@@ -183,7 +186,7 @@ class _OnBatch:
         self._functions: dict[tuple, tuple[Callable, tf.Tensor, slice | None]] = {}
         self._late = False  # whether a metric has created variables while it was traced, after the reset
         self._batches = tf.constant(0), tf.constant(1)  # from and to which batch of a feed
-        self._calls = self._checksum = 0
+        self._calls = 0
         self._repeated = equivalence_check.RepeatedCheck(step, kind, options.check_agreement, virtual)
 
     def _prepare_training(self, source: sources.Source, options: _Options) -> None:
@@ -238,15 +241,13 @@ class _OnBatch:
         return self._functions[shapes]
 
     def _compare(self, leaves: list[tf.Tensor]) -> None:
-        """Compares the batches of all workers, and their weights, from time to time."""
+        """Compares each batch of all workers, since it may be the last, and from time to time their weights."""
         self._calls += 1
         distribution = self.step.distribution
         if distribution.workers > 1:
-            self._checksum = equivalence_check.crc(leaves, self._checksum)
-            if self._calls < _COMPARED_EVERY or self._calls % _COMPARED_EVERY == 0:
-                facts = {"checksum of all so far": self._checksum}
-                fix = "give all workers the same, of which each takes its own rows, and seed random numbers alike"
-                distribution.peers.check_same(facts, f"{self.kind}_on_batch {self._calls}", "batches", fix)
+            facts = {"checksum": equivalence_check.crc(leaves, 0)}
+            fix = "give all workers the same, of which each takes its own rows, and seed random numbers alike"
+            distribution.peers.check_same(facts, f"{self.kind}_on_batch {self._calls}", "batches", fix)
         self._sync_check.check_if_due(self.step.model, self._calls)
 
 
