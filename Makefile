@@ -94,7 +94,7 @@ docs-test: .venv/ready
 	rm -rf build
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/docs .
 	$(PYTHON) -m venv build/docs/venv
-	build/docs/venv/bin/python -m pip install --quiet "$$(echo build/docs/tfdist-*.whl)[export,horovod,sweep]"
+	build/docs/venv/bin/python -m pip install --quiet "$$(echo build/docs/tfdist-*.whl)[export,horovod,huggingface,sweep]"
 	$(BIN)/python tests/support/docs_commands.py --bin=build/docs/venv/bin
 
 # The pages as a site with a search, in docs/_build/. It has no fonts, scripts or styles from elsewhere.
