@@ -61,6 +61,5 @@ def shown(message: object, longest: int = 2000) -> str:
     what to change, so what is too long is cut in the middle.
     """
     text = printable(message, longest=sys.maxsize)
-    cut = len(text) - longest
-    half = longest // 2
+    cut, half = len(text) - longest, longest // 2
     return text if cut <= 0 else f"{text[:half]}...[{cut:,} characters]...{text[-half:]}"

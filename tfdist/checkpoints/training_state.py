@@ -29,8 +29,7 @@ def capture(
 
     Called on all workers; empty on those other than the chief.
     """
-    places = slice(distribution.first, distribution.first + len(distribution.devices))
-    own = {}
+    places, own = slice(distribution.first, distribution.first + len(distribution.devices)), {}
     for name, variable in _own(model):
         here = np.stack([keras_internals.read_copy(copy).numpy() for copy in keras_internals.copies(variable)])
         own[name] = np.zeros((distribution.replicas, *here.shape[1:]), here.dtype)

@@ -111,8 +111,7 @@ def _launched(environ: Mapping[str, str]) -> Cluster | None:
 
 def _agreed(environ: Mapping[str, str]) -> Cluster:
     """Returns what all sources other than launchers agree on; those that know more come first."""
-    by_config = read_tf_config(environ)
-    by_hand = _torchrun(environ)
+    by_config, by_hand = read_tf_config(environ), _torchrun(environ)
     open_mpi, slurm, pmi = _mpi(environ, OPEN_MPI), _slurm(environ), _mpi(environ, PMI)
     # mpirun lets srun start its daemons, one on each node, and workers inherit the daemons' variables, but not
     # those on mpirun's own node: even a Slurm step that seems to agree would give them different masters.
@@ -280,8 +279,7 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
     for host, port in places:
         if sum((host.lower(), port) == (h.lower(), p) for h, p in places) > 1:
             raise UserError(f"TF_CONFIG names {join(host, port)} twice", "give each worker its own address")
-    rank = list(named).index(f"{kind} {index}")
-    hosts = [host for host, _ in places]
+    rank, hosts = list(named).index(f"{kind} {index}"), [host for host, _ in places]
     addresses = tuple(join(*place) for place in places)
     local_rank, local_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
     return Cluster(TF_CONFIG, rank, len(places), local_rank, local_size, addresses[0], addresses)

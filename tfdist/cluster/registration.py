@@ -322,8 +322,7 @@ class _Chief(_Registration):
         self._present: dict[int, Arrival] = {}
         fd = cluster.meeting_fd
         listener = socket.socket(fileno=fd) if fd is not None else self._listen(cluster.master)
-        host = listener.getsockname()[0]
-        registrar = Registrar(listener, cluster.secret, "worker")
+        host, registrar = listener.getsockname()[0], Registrar(listener, cluster.secret, "worker")
 
         def refuse_latecomers() -> None:
             while True:

@@ -213,8 +213,7 @@ def connect(host: str, port: int, secret: str = "", timeout: float = HANDSHAKE_S
 
 def accept(sock: socket.socket, secret: str = "") -> Connection:
     """Performs the handshake on a socket that a listener has accepted; raises WireError."""
-    connection = Connection(sock)
-    mine = secrets.token_hex(16)
+    connection, mine = Connection(sock), secrets.token_hex(16)
     try:
         connection.send({"tfdist": VERSION, "nonce": mine})
         answer = connection.receive(HANDSHAKE_S)

@@ -202,8 +202,7 @@ def verdict(rows: list[Row]) -> list[str]:
 
 def _doubts(rows: Sequence[Row]) -> list[str]:
     """Says why the speeds may be wrong, in one sentence or none."""
-    reasons = []
-    busy = max(row.others_busy or 0.0 for row in rows)
+    reasons, busy = [], max(row.others_busy or 0.0 for row in rows)
     if busy > BUSY:
         reasons.append(f"other programs kept up to {busy:.1f} cores busy")
     short = [row for row in rows if row.steady_seconds is not None and row.steady_seconds < SHORT_S]

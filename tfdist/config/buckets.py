@@ -244,8 +244,7 @@ def local_copy(path: str, what: str, download: bool = True, braces: bool = False
     path = path.rstrip("/")
     fixed = re.split(r"[*\[{]" if braces else r"[*\[]", path)[0]
     above = fixed.rpartition("/")[0]
-    pattern = path[len(above) + 1 :]
-    bucket = Bucket(above)
+    pattern, bucket = path[len(above) + 1 :], Bucket(above)
     try:
         listed = bucket.listing("" if fixed != path else pattern)
     except BucketError as error:

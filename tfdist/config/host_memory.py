@@ -46,8 +46,7 @@ class Offer:
 
 def opened(note: Note, writing: bool = False) -> BinaryIO | None:
     """Opens what a process of this host offers; None if it cannot be seen from here."""
-    token = str(note["token"]).encode()
-    path = f"/proc/{note['process']}/fd/{note['file']}"
+    token, path = str(note["token"]).encode(), f"/proc/{note['process']}/fd/{note['file']}"
     with contextlib.ExitStack() as unless_it_is_that, contextlib.suppress(OSError):
         # In another container that is another process. What it has there may be a pipe, which would wait to be read.
         if not os.readlink(path).startswith(_MEMORY):

@@ -206,8 +206,7 @@ HELP = {
 def define_flags(names: Iterable[str] = HELP) -> None:
     """Registers the environment flags of these names with absl; called once per command."""
     for name in names:
-        text = HELP[name]
-        default = getattr(Environment(), name)
+        text, default = HELP[name], getattr(Environment(), name)
         if name in CHOICES:
             flags.DEFINE_enum(name, default, CHOICES[name], text)
         else:

@@ -46,8 +46,7 @@ def validate(experiment: object) -> Experiment:
     _types(experiment)
     _model(experiment.model)
     for field, choices in config.CHOICES.items():
-        value = operator.attrgetter(field)(experiment)
-        function = field == "optimizer.name"
+        value, function = operator.attrgetter(field)(experiment), field == "optimizer.name"
         if value not in choices and not (function and field_syntax.is_reference(value)):
             text = f"unknown {field} {value!r}{field_syntax.suggest(value, choices)}"
             raise UserError(text + (", or package.module:function" if function else ""))

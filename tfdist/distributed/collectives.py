@@ -41,8 +41,7 @@ def bucketed(
         tf.concat([tf.reshape(tensors[i], [-1]) for i in bucket], 0) if len(bucket) > 1 else tensors[bucket[0]]
         for bucket in buckets
     ]
-    sums = _each_dtype([tensors[i] for i in alone] + packed, reduce)
-    result = list(tensors)
+    sums, result = _each_dtype([tensors[i] for i in alone] + packed, reduce), list(tensors)
     for i, total in zip(alone, sums):
         result[i] = total
     for bucket, total in zip(buckets, sums[len(alone) :]):

@@ -86,8 +86,7 @@ def problem() -> str:
         return f"Horovod is not installed: {_FIX}"
     if not _library(folder).is_file():
         return f"Horovod is installed without its part for TensorFlow (tensorflow/{_library(folder).name}): {_FIX}"
-    build = installed()
-    record = local_files.read_object(folder / "metadata.json") or {}
+    build, record = installed(), local_files.read_object(folder / "metadata.json") or {}
     theirs = build.tensorflow if build else TensorFlow(record.get("tensorflow", ""))
     if theirs.version and _plain(theirs.version) != _plain(here.version):
         return f"Horovod was built for TensorFlow {theirs.version} and {here.version} is installed: {_FIX}"

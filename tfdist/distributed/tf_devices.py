@@ -41,8 +41,7 @@ def prepare(
             "install TensorFlow with CUDA (pip install 'tfdist[cuda]'), "
             "or train on the CPU with --strategy=default --devices=none",
         )
-    virtual = options.virtual_devices
-    threads = options.threads
+    virtual, threads = options.virtual_devices, options.threads
     if threads is None and local_size > 1:
         threads = max(1, len(os.sched_getaffinity(0)) // local_size)
     if threads is not None:

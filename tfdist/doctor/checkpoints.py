@@ -33,8 +33,7 @@ def examine(folder: pathlib.Path) -> list[Checkpoint]:
     for path in files.newest_first(folder):
         size, epochs, begun, problem = None, None, None, ""
         try:
-            size = files.verify(path)
-            position = files.read_state(path)["position"]
+            size, position = files.verify(path), files.read_state(path)["position"]
             epochs, begun = position["epoch"], position["begun"]
         except files.DamagedError as error:
             problem = str(error)
@@ -79,8 +78,7 @@ def run_files(workdir: str, found: list[Checkpoint]) -> list[Finding]:
     if isinstance(folder, BucketFolder):
         folder.create()
         folder.need("model.keras")
-    problems = integrity.problems(folder.path)
-    newest = next((c for c in found if c.next), None)
+    problems, newest = integrity.problems(folder.path), next((c for c in found if c.next), None)
     if newest:
         path = folder.checkpoints / pathlib.Path(newest.path).name
         try:

@@ -188,8 +188,7 @@ def conflicts() -> list[Finding]:
 
 
 def _unfit(need: Requirement) -> list[Finding]:
-    wanted = f"{need.name}{need.specifier}"
-    have = version(need.name)
+    wanted, have = f"{need.name}{need.specifier}", version(need.name)
     if need.name == "tensorflow":  # tensorflow-tpu and tensorflow-gpu are TensorFlow too
         have = horovod_install.tensorflow().version or next(iter(_installed(WHEELS).values()), "")
     if have and need.specifier.contains(have, prereleases=True):

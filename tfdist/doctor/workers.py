@@ -103,8 +103,7 @@ def _describe(workers: Cluster) -> str:
 
 def _surroundings(workers: Cluster, environ: Mapping[str, str]) -> list[Finding]:
     """Looks for what is easily taken for a start of workers."""
-    findings = []
-    nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or ""
+    findings, nodes = [], environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or ""
     tasks = environ.get("SLURM_NTASKS", "")
     several = any(re.fullmatch(r"\d{1,6}", n, re.ASCII) and int(n) > 1 for n in (nodes, tasks))
     if environ.get("SLURM_JOB_ID") and several and workers.size == 1:

@@ -172,8 +172,7 @@ def _write_tensors(
 ) -> tuple[dict[str, Any], _Trials]:
     """Writes ONNX or LiteRT of the model in float32, which take what it takes."""
     inputs = saved_model.inputs(model, original.spec)
-    specs = keras.tree.flatten(inputs)
-    flat = keras.tree.flatten(original.examples)
+    specs, flat = keras.tree.flatten(inputs), keras.tree.flatten(original.examples)
     given = {spec.name: np.asarray(a, spec.dtype.as_numpy_dtype) for spec, a in zip(specs, flat)}
     outputs = model(original.examples, training=False)
     expected = keras.tree.flatten(outputs)

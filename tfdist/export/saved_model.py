@@ -95,8 +95,7 @@ def trials(servable: Servable, examples: Structure) -> dict[str, dict[str, np.nd
 
 def _cells(spec: Spec, count: int) -> dict[str, np.ndarray]:
     """Returns made cells [count] for each column of a table: a missing number and unknown texts are among them."""
-    draw = np.random.default_rng(0)
-    cells = {}
+    draw, cells = np.random.default_rng(0), {}
     for column in spec.columns:
         if column.kind == "number":
             values = column.mean + column.std * draw.normal(size=count)
@@ -126,8 +125,7 @@ def save(servable: Servable, path: str) -> dict[str, tf.types.experimental.Polym
     tables = [part for part in tf.train.TrackableView(servable.model).descendants() if isinstance(part, resource)]
     module.kept = [*(v.value for v in servable.model.variables), *tables]
     structure = inputs(servable.model, servable.spec)
-    flat = keras.tree.flatten(structure)
-    functions = {}
+    flat, functions = keras.tree.flatten(structure), {}
     if servable.spec.columns:
         lookups = {}
         for column in servable.spec.columns:

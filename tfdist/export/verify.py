@@ -102,8 +102,7 @@ def litert(path: str) -> Runner:
 
     interpreter = Interpreter(path)
     (name,) = interpreter.get_signature_list()
-    runner = interpreter.get_signature_runner(name)
-    known = interpreter.get_signature_list()[name]
+    runner, known = interpreter.get_signature_runner(name), interpreter.get_signature_list()[name]
 
     def run(signature: str, inputs: dict) -> dict:
         outputs = runner(**{k: inputs[k] for k in known["inputs"]})

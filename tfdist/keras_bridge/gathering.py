@@ -46,8 +46,7 @@ def of_virtual_replicas(distribution: Distribution, values: Structure, layout: L
     if distribution.replicas == 1:
         return values
     own = layout.of_device(distribution.replicas, distribution.replica_id())
-    start = layout.of_replica(count, 0, own.start).start
-    leaves = keras.tree.flatten(values)
+    start, leaves = layout.of_replica(count, 0, own.start).start, keras.tree.flatten(values)
 
     def spread(value: tf.Tensor) -> tf.Tensor:
         value = _bits(value)

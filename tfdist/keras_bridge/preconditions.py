@@ -274,14 +274,12 @@ def targets(model: keras.Model, output_shape: tuple, source: sources.Source) -> 
     """Refuses labels of sparse cross-entropy that are no classes of the output: on a GPU they would turn into NaN."""
     if replaced(model, (*TRAINING, *EVALUATION)):
         return  # only its author knows what the targets mean
-    y = source.targets
-    losses = keras_internals.loss_entries(model)
+    y, losses = source.targets, keras_internals.loss_entries(model)
     if y is None or keras.tree.is_nested(y) or len(losses) != 1:
         return
     only = losses[0].loss
     if isinstance(only, keras.losses.SparseCategoricalCrossentropy) or only.name == "sparse_categorical_crossentropy":
-        classes = output_shape[-1]
-        ignored = getattr(only, "ignore_class", None)
+        classes, ignored = output_shape[-1], getattr(only, "ignore_class", None)
         if ignored is not None:
             y = y[y != ignored]
         if classes is not None and y.size:

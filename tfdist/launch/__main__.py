@@ -29,8 +29,7 @@ def dry_run(plan: node_agent.LaunchPlan, environ: Mapping[str, str]) -> str:
     world, first = plan.nodes.max * plan.nproc, node * plan.nproc
     assumed = f", if each of {plan.nodes.max} nodes has as many" if plan.nodes.max > 1 else ""
     this = node_agent.Attempt(0, node, world, first, port, salt="")
-    kept = node_agent.inherited(environ)
-    lines = []
+    kept, lines = node_agent.inherited(environ), []
     for local_rank in range(plan.nproc):
         given = node_agent.variables(plan, this, local_rank) | {"TFDIST_SECRET": ""}  # others may read what is printed
         unset = [word for name in sorted(environ) if name not in kept and name not in given for word in ("-u", name)]

@@ -293,8 +293,7 @@ class Coordinator:
         plan = self._plan
         # One machine: the port is for the workers. Several: the launchers have it, and each attempt uses another.
         listener = node_agent.listen(plan.nodes.addr, 0 if self._registrar else plan.nodes.port)
-        salt = secrets.token_hex(16)
-        members = [0, *sorted(self._links)][: plan.nodes.max]
+        salt, members = secrets.token_hex(16), [0, *sorted(self._links)][: plan.nodes.max]
         counts = [self._links[n].member.nproc if n else plan.nproc for n in members]
         world, port = sum(counts), listener.getsockname()[1]
         self._agent.listener = listener
@@ -324,8 +323,7 @@ class Coordinator:
 
     def _watch_membership(self, outcome: AttemptOutcome) -> None:
         """Looks for nodes that are about to be lost, and for those that wait to join."""
-        now = time.monotonic()
-        links = [self._links[n] for n in self._taking_part if n in self._links]
+        now, links = time.monotonic(), [self._links[n] for n in self._taking_part if n in self._links]
         outcome.suspect([link.member.rank for link in links if now - link.heard > node_agent.SUPERSEDED_S], now)
         self._grow_at = math.inf
         room = self._nodes.max - len(self._taking_part)

@@ -117,8 +117,7 @@ def _made(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
 
 def _check_targets(name: str, model: keras.Model, train: Source) -> None:
     """Refuses outputs that the squared error would compare with each of the targets, in a batch of as many."""
-    outputs = keras.tree.flatten(getattr(model, "outputs", None) or [])
-    targets = train.targets
+    outputs, targets = keras.tree.flatten(getattr(model, "outputs", None) or []), train.targets
     if len(outputs) != 1 or targets is None or keras.tree.is_nested(targets):
         return
     made, wanted = tuple(outputs[0].shape[1:]), tuple(targets.shape[1:])

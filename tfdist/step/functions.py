@@ -122,8 +122,7 @@ def prediction_call(replica: Replica, layout: Layout, with_targets: bool = False
     It returns the outputs, tensors [rows, ...] in order, and the number of rows; with targets, (outputs, targets), ()
     where there are none, in place of the outputs.
     """
-    distribution = replica.distribution
-    step = prediction_step(replica, layout, with_targets)
+    distribution, step = replica.distribution, prediction_step(replica, layout, with_targets)
 
     def call(feed: tuple, i: tf.Tensor) -> tuple[Structure, tf.Tensor]:
         more, take = next_batch(feed, i, layout, distribution)

@@ -264,8 +264,7 @@ class Step:
 
     def _create(self, y: Structure, outputs: Structure) -> None:
         """Creates the variables of metrics and optimizer for these targets and outputs of a row."""
-        model = self.model
-        own = self.own_steps["train"]
+        model, own = self.model, self.own_steps["train"]
         if y is None and not own and getattr(model, "loss", None) is not None:
             raise UserError("the model is compiled with a loss, and there are no targets", "give fit or evaluate y")
         try:

@@ -12,8 +12,7 @@ import time
 
 def main() -> None:
     """Compiles, and answers with one line on what was standard output; the compilers write to standard error."""
-    work = json.load(sys.stdin)
-    answers = os.fdopen(os.dup(1), "w")
+    work, answers = json.load(sys.stdin), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     _environment(work["compilers"])
     try:

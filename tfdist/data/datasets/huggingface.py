@@ -50,8 +50,7 @@ def load_tars(path: str, splits: Mapping[str, str], options: Options, free: bool
     Columns are named by the extensions of the files, entries of a `.json` file by both: `json.label`.
     """
     examples.check_options(options, OPTIONS, COLUMNS)
-    what = f"webdataset:{path}"
-    by_split = tar_files(path)
+    what, by_split = f"webdataset:{path}", tar_files(path)
     needed = {name: by_split[name] for name in by_split if name in split_names(splits.values())} or by_split
 
     def converted(datasets: Any) -> Any:
@@ -218,8 +217,7 @@ def _key(data: Any, row: int) -> str:
 def _columns(features: Mapping[str, Any], options: Options, what: str) -> tuple[str, str]:
     """Returns the names of the input and of the target."""
     kinds = {name: _kind(feature) for name, feature in features.items()}
-    listed = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-    chosen = {}
+    listed, chosen = ", ".join(f"{name} ({kind})" for name, kind in kinds.items()), {}
     for column, kind, usual in (
         ("y", "ClassLabel", ("label", "labels", "y", "cls")),
         ("x", "Image", ("image", "x", "npy")),

@@ -83,8 +83,7 @@ def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
         raise UserError(
             f"{what}: there is only one class, {names[0]!r}", "put the images of each into a folder of its own"
         )
-    number = {name: i for i, name in enumerate(names)}
-    splits = {}
+    number, splits = {name: i for i, name in enumerate(names)}, {}
     for split, classes in by_split.items():
         files = [(path, number[name]) for name, paths in classes.items() for path in paths]
         for path, _ in files:
@@ -136,8 +135,7 @@ def _look(path: str) -> Look:
     except OSError as error:
         return Look(problem=f"cannot be read: {error.strerror}")
     try:
-        length = os.fstat(file).st_size
-        head = os.pread(file, _HEAD, 0)
+        length, head = os.fstat(file).st_size, os.pread(file, _HEAD, 0)
         if not head:
             return Look(problem="is empty")
         tail = os.pread(file, _TAIL, max(0, length - _TAIL))

@@ -201,8 +201,7 @@ def _from_image_folder(
 
 def _from_function(experiment: config.Experiment, function: Callable, options: field_syntax.Options) -> Loaded:
     """Calls `function(split=..., batch_size=..., **options)`, with what of the first two it names."""
-    data = experiment.data
-    named = inspect.signature(function).parameters
+    data, named = experiment.data, inspect.signature(function).parameters
     every = any(p.kind is p.VAR_KEYWORD for p in named.values())
     size = field_syntax.image_size(data.image_size)
     from_whole = size is not None and _crops(data)
@@ -289,8 +288,7 @@ def augmented(source: Source, recipe: ops.Recipe, size: tuple[int, int]) -> Reco
 def _pictured(experiment: config.Experiment, loaded: Loaded) -> Loaded:
     """Makes the images one size and, to train on, changes them at random."""
     data, spec = experiment.data, loaded.spec
-    size = field_syntax.image_size(data.image_size)
-    recipe = ops.parse(data.augment, spec.maximum)
+    size, recipe = field_syntax.image_size(data.image_size), ops.parse(data.augment, spec.maximum)
     if size is None and not data.augment:
         return loaded
     if size is not None and len(spec.shape) != 3:

@@ -159,11 +159,9 @@ def prepare(path: str, options: Options, splits: tuple[str, str], skip: bool = F
     """Loads `csv:path` or, by `kind`, `parquet:path`, see `TableOptions`; `skip` leaves bad rows out, with a line."""
     by_split = files_by_split(kind, path)
     read_header, read = _readers(kind, options)
-    what = f"{kind}:{path}"
-    names = read_header(by_split["train"][0])
+    what, names = f"{kind}:{path}", read_header(by_split["train"][0])
     chosen = _options(options, names, what)
-    inputs = _inputs(chosen, names)
-    kinds = dict.fromkeys(chosen.categories, "category")
+    inputs, kinds = _inputs(chosen, names), dict.fromkeys(chosen.categories, "category")
     if chosen.classify is not None:
         kinds[chosen.target] = "category" if chosen.classify else "number"
     parts: dict[str, csv_reader.Table] = {}

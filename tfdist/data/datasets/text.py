@@ -41,8 +41,7 @@ class Packed:
         windows = np.zeros((len(rows), self.length + 1), np.uint8)
         for window, row in zip(windows, rows):
             begin = int(row) * self.length
-            number = int(np.searchsorted(self.starts, begin, "right")) - 1
-            done = 0
+            number, done = int(np.searchsorted(self.starts, begin, "right")) - 1, 0
             while done < len(window):
                 piece = self._piece(number, begin + done - int(self.starts[number]), len(window) - done)
                 window[done : done + len(piece)] = np.frombuffer(piece, np.uint8)

@@ -31,8 +31,7 @@ def build(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
     layers.needs_image(name, spec)
     if spec.classes is None:
         layers.logits(spec)  # which refuses that
-    function = getattr(keras.applications, name)
-    given = sorted(options.keys() & set(OWN))
+    function, given = getattr(keras.applications, name), sorted(options.keys() & set(OWN))
     if given:
         raise UserError(f"model.options: {given[0]} of {name} is set from the data", "leave it out")
     high, wide, channels = spec.shape

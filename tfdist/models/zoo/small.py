@@ -120,8 +120,7 @@ def gpt(
     if not spec.dtype.startswith(("int", "uint")):
         raise UserError(f"model.name='gpt' needs sequences of integers, the data has {spec.dtype}")
     layers.divides(width, heads)
-    length = spec.shape[0]
-    needed = max(int(spec.maximum) + 1, spec.classes or 0)
+    length, needed = spec.shape[0], max(int(spec.maximum) + 1, spec.classes or 0)
     if vocabulary and vocabulary < needed:
         raise UserError(f"model.options: vocabulary={vocabulary} is too small for the data, which needs {needed}")
     vocabulary = vocabulary or max(BYTES, needed)

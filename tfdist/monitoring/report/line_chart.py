@@ -210,8 +210,7 @@ def _grid(wide: Axis, high: Axis, texts: list[str]) -> Html:
 def _curves(wide: Axis, high: Axis, lines: Sequence[Line], marks: Sequence[Mark]) -> Html:
     """Draws the stretched part: the marks and, above them, the lines, the faint ones first."""
     place = lambda share: f"{1000 * share:.1f}".removesuffix(".0")
-    parts = []
-    ticks = [mark for mark in marks if mark.kind == "checkpoint"]
+    parts, ticks = [], [mark for mark in marks if mark.kind == "checkpoint"]
     rules = [mark for mark in marks if mark.kind != "checkpoint"]
     for mark in [*ticks[:: -(-len(ticks) // _MARKS) or 1], *rules[:_MARKS]]:
         x, top = place(wide.share(mark.x)), 955 if mark.kind == "checkpoint" else 0
@@ -231,8 +230,7 @@ def _dots(wide: Axis, high: Axis, lines: Sequence[Line]) -> Html:
     """Draws the points themselves, where they are few or stand alone."""
     parts = []
     for line in lines:
-        padded = [None, *line.ys, None]
-        few = len(line.xs) <= 40 and not line.faint
+        padded, few = [None, *line.ys, None], len(line.xs) <= 40 and not line.faint
         for i, (x, y) in enumerate(zip(line.xs, line.ys)):
             if y is not None and (few or (padded[i] is None and padded[i + 2] is None)):
                 x_at, y_at = f"{100 * wide.share(x):.2f}%", f"{100 * (1 - high.share(y)):.2f}%"

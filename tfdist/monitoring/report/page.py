@@ -271,8 +271,7 @@ def _environment_table(record: Record) -> Html:
     defaults = Environment()
     flags = {k: v for k, v in mapping(e.get("flags")).items() if v != getattr(defaults, k, None)}
     hosts = [str(h) for h in sequence(e.get("hosts")) if h]
-    digest = result.get("weights_sha256")
-    gpus = []
+    digest, gpus = result.get("weights_sha256"), []
     for gpu in map(mapping, sequence(e.get("gpus"))):
         memory = f" ({mib / 1024:.0f} GiB)" if (mib := number(gpu.get("memory_total"))) else ""
         gpus.append(f"{gpu.get('number', '?')}: {gpu.get('name', 'GPU')}{memory}")
