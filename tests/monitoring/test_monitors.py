@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import http.server
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ import time
 import types
 from unittest import mock
 
+import certifi
 import keras
 import numpy as np
 import pytest
@@ -418,3 +420,25 @@ def test_what_a_run_leaves_of_its_time(run, tmp_path):
     validation, _ = scalars(folder / "tensorboard", "validation")
     assert [v for _, v in validation["loss"]] == pytest.approx(result["history"]["val_loss"], rel=1e-5)
     assert list((folder / "tensorboard").glob("plugins/profile/*/*.xplane.pb"))
+
+
+def test_a_trainjob_is_told_its_progress(run, tmp_path):
+    """By what Trainer's status server asks for: a token from a file, and this JSON (its statusserver/server.go)."""
+    got = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["trainerStatus"]
+            got.append((self.path, self.headers["Authorization"], body))
+            self.send_error(503)  # which must not matter
+
+    (tmp_path / "token").write_text("renewed\n")
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        own = dict(URL=f"http://127.0.0.1:{server.server_port}/x", CA_CERT=certifi.where(), TOKEN="token")
+        words = ["--config=digits_mlp", "--config.train.epochs=2", "--notensorboard", "--progress=none"]
+        done = run("tfdist.train", *words, **{f"KUBEFLOW_TRAINER_SERVER_{name}": value for name, value in own.items()})
+        server.shutdown()
+    (path, authorization, last), names = got[-1], {metric["name"] for metric in got[-1][2]["metrics"]}
+    assert (done.returncode, path, authorization, last["progressPercentage"]) == (0, "/x", "Bearer renewed", 100)
+    assert last["estimatedRemainingSeconds"] == 0 and {"loss", "accuracy", "val_loss"} <= names and len(got) > 1

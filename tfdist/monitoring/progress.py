@@ -1,10 +1,16 @@
 """Display of a run: a progress bar on a terminal, plain lines anywhere else."""
 
+import contextlib
+import datetime
+import json
 import os
 import shutil
+import ssl
 import sys
 import textwrap
+import threading
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -21,16 +27,19 @@ from tfdist.trainer.callbacks import Call, Callback, Spent
 # which it is busy, and `memory_used` and `memory_total` in MiB: None for what the driver does not report.
 Sample: TypeAlias = dict[str, Any]
 PLAIN_EVERY_S = 30.0  # between plain lines within an epoch
+POST_EVERY_S = 5.0  # between posts to Kubeflow Trainer, which asks for no more
 INPUT_SHOWN = 0.05  # least share of the time spent waiting for input that is shown
 
 
 def create(kind: str, plan: Plan, usage: Callable[[], Sample] = lambda: {"gpus": []}) -> list[keras.callbacks.Callback]:
     """Returns the callbacks for `--progress`; `usage` samples the machine, as `Usage.latest`."""
+    trainer = all(f"KUBEFLOW_TRAINER_SERVER_{name}" in os.environ for name in ("URL", "CA_CERT", "TOKEN"))
+    told: list[keras.callbacks.Callback] = [TrainJobStatus(plan)] if trainer else []
     if kind == "none":
-        return []
+        return told
     # A notebook's cell that runs a command gives it a terminal, but displays it as a file.
     terminal = sys.stdout.isatty() and "JPY_PARENT_PID" not in os.environ
-    return [(Bar if kind == "bar" or (kind == "auto" and terminal) else Plain)(plan, usage)]
+    return [(Bar if kind == "bar" or (kind == "auto" and terminal) else Plain)(plan, usage), *told]
 
 
 def numbers(logs: Mapping[str, object] | None) -> str:
@@ -183,3 +192,55 @@ class Bar(_Display):
 
     def on_train_end(self, logs=None):
         self.stop()
+
+
+class TrainJobStatus(Callback):
+    """Tells Kubeflow Trainer how far its TrainJob is, from a thread; what goes wrong there is nothing to the training.
+
+    https://trainer.kubeflow.org says what is posted: the feature gate TrainJobStatus of Trainer 2.2 and newer.
+    """
+
+    takes_many_updates = True
+
+    def __init__(self, plan: Plan):
+        super().__init__()
+        self._plan, self._posting, self._next, self._done, self._first = plan, threading.Thread(), 0.0, 0, (0, 0.0)
+        self._logs: dict[str, object] = {}
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._before = epoch * self._plan.updates_per_epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._done, now = self._before + batch + 1, time.monotonic()
+        self._logs |= logs or {}
+        self._first = self._first if self._first[0] else (self._done, now)
+        if now >= self._next and not self._posting.is_alive():
+            self._post(now)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._logs |= logs or {}
+
+    def on_train_end(self, logs=None):
+        self._posting.join(POST_EVERY_S)
+        self._post(time.monotonic())
+        self._posting.join(POST_EVERY_S)
+
+    def _post(self, now: float) -> None:
+        self._next, left, made = now + POST_EVERY_S, self._plan.updates - self._done, self._done - self._first[0]
+        named = [{"name": k[:64], "value": f"{v:.6g}"} for k, v in self._logs.items() if isinstance(v, (int, float))]
+        status: dict[str, object] = {
+            "progressPercentage": 100 * self._done // self._plan.updates,
+            "metrics": named[:256],
+        }
+        status |= {"estimatedRemainingSeconds": round(left * (now - self._first[1]) / made)} if made else {}
+        status["lastUpdatedTime"] = datetime.datetime.now(datetime.timezone.utc).isoformat()
+        body = json.dumps({"trainerStatus": status}).encode()
+        self._posting = threading.Thread(target=self._send, args=(body,), daemon=True)
+        self._posting.start()
+
+    def _send(self, body: bytes) -> None:
+        url, ca, path = (os.environ[f"KUBEFLOW_TRAINER_SERVER_{name}"] for name in ("URL", "CA_CERT", "TOKEN"))
+        with contextlib.suppress(Exception), open(path) as token:  # read anew, since it is renewed every hour
+            headers = {"Authorization": f"Bearer {token.read().strip()}", "Content-Type": "application/json"}
+            request, context = urllib.request.Request(url, body, headers), ssl.create_default_context(cafile=ca)
+            urllib.request.urlopen(request, timeout=POST_EVERY_S, context=context).close()
