@@ -85,8 +85,7 @@ def test_a_swap_of_two_weights_is_noticed(connect):
 def test_optimizers_that_have_come_apart_are_noticed(connect):
     """A learning rate or a slot of one replica ends in other weights; a weight in a number that is a mixture."""
     distribution, (x, y) = connect(2), CASE.data(61)
-    model = training_cases.build(CASE, distribution, "float32")
-    options = dict(distribution=distribution, verbose=0)
+    model, options = training_cases.build(CASE, distribution, "float32"), dict(distribution=distribution, verbose=0)
     tfdist.fit(model, x, y, **options)
     for variable in (model.optimizer.learning_rate, model.optimizer.variables[-1], model.layers[-1].kernel):
         of_optimizer = variable is not model.layers[-1].kernel

@@ -81,16 +81,14 @@ def test_a_fault(way, victim, moment, kind, start, hooked, mounted, tmp_path, wh
     expected = whole(way)
     if kind == "disk":
         mounted(tmp_path / "run", "size=16m")
-    path = network_hosts.clean(tfds_dir)["PYTHONPATH"]
-    early = kind == "SIGSTOP" and moment in ("import", "meeting")
+    path, early = network_hosts.clean(tfds_dir)["PYTHONPATH"], kind == "SIGSTOP" and moment in ("import", "meeting")
     flags = [*FLAGS, f"--start_timeout={START_S}"] if early else FLAGS
     program = start(*WAYS[way], *flags, **hooked(moment, kind, victim, path))
     alone = way == "mirrored"
     if kind == "SIGSTOP" and alone:  # nobody is there to miss it; it goes on when it may
         until_hit(program, tmp_path)
         program.family()[0].send_signal(signal.SIGCONT)
-    code = ended(program, tmp_path, LIMIT_S[way] + early * START_S, start.mark, record_property)
-    text = program.text
+    code, text = ended(program, tmp_path, LIMIT_S[way] + early * START_S, start.mark, record_property), program.text
     assert (tmp_path / fault_hook.HIT).exists(), f"the moment never came:\n{text}"
     assert not tracebacks(text, way), text
     if code and kind in ("SIGKILL", "SIGSTOP") and not alone:

@@ -221,8 +221,7 @@ def test_what_is_no_logits(options, message):
 
 def test_data_of_another_form():
     """Seven outputs and a batch of seven numbers would be compared each with each."""
-    model = built("test_pretrained:ends", "units=7")
-    experiment = config.Experiment(model=config.Model(name="mine"))
+    model, experiment = built("test_pretrained:ends", "units=7"), config.Experiment(model=config.Model(name="mine"))
     experiment.train.label_smoothing = 0.0
     x, numbers = np.zeros((14, *IMAGES.shape), "uint8"), np.zeros(14, "float32")
     loaded = lambda x, y, classes: Loaded(

@@ -567,8 +567,7 @@ def test_a_model_that_only_trains_by_its_own_step_is_measured_with_several_losse
         model.compile("sgd", {"a": "mse", "b": "mae"}, loss_weights={"a": 0.3, "b": 2.0})
     x, y = training_cases.rng().normal(size=(11, 3)), {"a": np.ones([11, 3]), "b": np.ones([11, 1])}
     tfdist.fit(model, x, y, batch_size=4, verbose=0, distribution=connect(replicas))
-    ours = tfdist.evaluate(model, x, y, batch_size=4, verbose=0, distribution=connect(replicas))
-    outputs = model(x)
+    ours, outputs = tfdist.evaluate(model, x, y, batch_size=4, verbose=0, distribution=connect(replicas)), model(x)
     a, b = np.mean(np.square(1 - outputs["a"])), np.mean(np.abs(1 - outputs["b"]))
     np.testing.assert_allclose([ours["loss"], ours["a_loss"], ours["b_loss"]], [0.3 * a + 2 * b, a, b], rtol=1e-5)
 

@@ -266,8 +266,7 @@ class Checkpoints:
 
     def _write(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> bool:
         """Writes a checkpoint; returns whether it is on the disk."""
-        start = time.perf_counter()
-        missing = not self.folder.parent.exists()
+        start, missing = time.perf_counter(), not self.folder.parent.exists()
         try:
             write = lambda prefix: training_state.write(prefix, tensors)
             path = files.write(self.folder, update, state, write, self._storage.publish)

@@ -176,8 +176,7 @@ def same_experiment(folder: RunFolder, experiment: Experiment, options: ResumeOp
     if earlier is None or options.resume_changed or (options.resume == "never" and attempt == 0):
         return
     here = flat(experiment)
-    odd = differences(here, flat(earlier))
-    state = None
+    odd, state = differences(here, flat(earlier)), None
     for path in files.newest_first(folder.checkpoints) if odd else []:
         folder.storage.fetch(path)
         with contextlib.suppress(DamagedError):

@@ -140,8 +140,7 @@ class RunFolder:
         """
         if not self.writes or not self.holds_run:
             return None
-        real = self._real
-        fix = "choose another --workdir, or move the earlier run yourself"
+        real, fix = self._real, "choose another --workdir, or move the earlier run yourself"
         if not self.path.is_absolute() and pathlib.Path.cwd().is_relative_to(real):
             raise UserError(f"--workdir={self.path} holds an earlier run, and this command runs inside of it", fix)
         try:
@@ -187,8 +186,7 @@ class RunFolder:
         """Appends one line of JSON to a file; what cannot be written now is written with a later line."""
         if not self.writes:
             return
-        failed = bool(self._unwritten)
-        lines = self._unwritten.setdefault(name, [])
+        failed, lines = bool(self._unwritten), self._unwritten.setdefault(name, [])
         lines.append(json.dumps(strict(line)) + "\n")
         try:
             self._restore()

@@ -122,8 +122,7 @@ def weights(model: keras.Model, tensors: dict[str, np.ndarray], averaged: bool) 
     variables = dict((*_named(SHARED, {"model": shared}), *_named(OWN, {"model": own})))
     kept = {name: t for name, t in tensors.items() if name.split("/")[1] == "model"}
     _check_match(variables, [[name, str(t.dtype), list(t.shape)] for name, t in sorted(kept.items())])
-    by_place = {_place(name): t for name, t in kept.items()}
-    values = {}
+    by_place, values = {_place(name): t for name, t in kept.items()}, {}
     for name, variable in variables.items():
         value = by_place[_place(name)]
         values[id(variable)] = _combined(value) if name.startswith(f"{OWN}/") else value

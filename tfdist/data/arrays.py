@@ -208,8 +208,7 @@ class ArrayFeed(Feed):
 
     def next(self, update: int, limit: int) -> FeedCall:
         epoch, first = divmod(update, self.batches)
-        last = min(first + limit, self.batches)
-        full = first < self._full
+        last, full = min(first + limit, self.batches), first < self._full
         if full:
             last = min(last, self._full)
         return FeedCall((self._table, *self._of_epoch(epoch)), first, last, full)

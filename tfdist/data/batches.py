@@ -277,8 +277,7 @@ class BatchFeed(Feed):
             return np.int64(0)
 
         rest = tf.bitwise.bitwise_and(number, number - 1)  # without the lowest bit that is set
-        due = tf.equal(rest, 0) | tf.equal(2 * number, 3 * rest)
-        leaves = tf.nest.flatten(batch)
+        due, leaves = tf.equal(rest, 0) | tf.equal(2 * number, 3 * rest), tf.nest.flatten(batch)
         noted = lambda: tf.numpy_function(note, [number, *leaves], tf.int64)
         done = tf.cond(due, noted, lambda: tf.constant(0, tf.int64))
         with tf.control_dependencies([done]):

@@ -105,8 +105,7 @@ class SharedTables:
         described = b""
         rounded = lambda place: math.ceil(place / ALIGNMENT) * ALIGNMENT
         for _ in range(2):  # the arrays begin behind the description, which says where they begin
-            at = rounded(host_memory.Offer.TOKEN_BYTES + len(described) + _ROOM)
-            places = []
+            at, places = rounded(host_memory.Offer.TOKEN_BYTES + len(described) + _ROOM), []
             for array in arrays:
                 places.append(at)
                 at = rounded(at + array.nbytes)

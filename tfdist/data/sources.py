@@ -51,8 +51,7 @@ def check_labels(y: np.ndarray, classes: int, what: str) -> None:
     y = np.asarray(y)
     wrong = np.flatnonzero((y.reshape(-1) < 0) | (y.reshape(-1) >= classes))
     if wrong.size:
-        value = y.reshape(-1)[wrong[0]]
-        example = wrong[0] // max(1, y[0].size)
+        value, example = y.reshape(-1)[wrong[0]], wrong[0] // max(1, y[0].size)
         raise UserError(
             f"label {value} of example {example} is out of range for {what} with {classes} classes "
             f"(0 to {classes - 1}); {wrong.size} such label{'s' * (wrong.size > 1)}",

@@ -132,8 +132,7 @@ def broadcast_bits(distribution: Distribution, arrays: list[np.ndarray]) -> list
     if distribution.workers == 1:
         return arrays
     raw = b"".join(np.ascontiguousarray(a).tobytes() for a in arrays)
-    words = np.frombuffer(raw + bytes(-len(raw) % 8), np.int64)
-    parts = []
+    words, parts = np.frombuffer(raw + bytes(-len(raw) % 8), np.int64), []
     for start in range(0, len(words), WORDS):
         with distribution.peers.during("call"):
             parts.append(_sum(distribution, tf.constant(words[start : start + WORDS])).numpy().tobytes())

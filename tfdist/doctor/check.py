@@ -66,8 +66,7 @@ class Check:
 
 def run(checks: list[Check], until: float) -> list[Finding]:
     """Makes all checks at once and waits for none beyond `until` (of `time.monotonic`): one that hangs is a warning."""
-    seconds = until - time.monotonic()
-    results = [later(check.look) for check in checks]
+    seconds, results = until - time.monotonic(), [later(check.look) for check in checks]
     concurrent.futures.wait(results, max(0.0, seconds))
     return [
         dataclasses.replace(finding, name=finding.name or check.name)

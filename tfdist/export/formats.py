@@ -105,8 +105,7 @@ def _from_file(asked: trained_model.ModelRequest, experiment: config.Experiment)
 
 
 def _from_run(asked: trained_model.ModelRequest, experiment: config.Experiment) -> Original:
-    recorded = spec_file.read(asked.path)
-    loaded = None
+    recorded, loaded = spec_file.read(asked.path), None
     models.set_precision(experiment.train.precision)
     try:
         loaded = registry.load(experiment, False)

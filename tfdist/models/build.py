@@ -192,8 +192,7 @@ def freeze(model: keras.Model, text: str) -> str:
         if not any(_matches(names, pattern.removeprefix("!")) for _, names in layers):
             raise UserError(f"model.freeze: {pattern!r} matches no layer with weights{_near(pattern, layers)}")
     wanted = [p for p in patterns if not p.startswith("!")] or ["*"]
-    excepted = [p[1:] for p in patterns if p.startswith("!")]
-    frozen = 0
+    excepted, frozen = [p[1:] for p in patterns if p.startswith("!")], 0
     for layer, names in layers:
         if any(_matches(names, p) for p in wanted) and not any(_matches(names, p) for p in excepted):
             layer.trainable = False

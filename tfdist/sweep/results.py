@@ -134,8 +134,7 @@ def render_page(title: str, path: pathlib.Path, rows: Sequence[SweepRow], aim: s
 
 def _curves(rows: Sequence[SweepRow], aim: schedule.Aim | None) -> Html:
     """Draws loss and metric of the best runs over examples, of which updates of other batch sizes see other numbers."""
-    charts = []
-    records = [run_files.read(pathlib.Path(row.folder)) for row in rows]
+    charts, records = [], [run_files.read(pathlib.Path(row.folder)) for row in rows]
     for name in dict.fromkeys([f"val_{aim.metric}", "loss"]) if aim else ():
         lines = []
         for colour, (row, record) in enumerate(zip(rows, records), 1):

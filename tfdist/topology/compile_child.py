@@ -75,8 +75,7 @@ def _compiled(work: dict) -> dict:
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
         _alias(module, work["aliases"], ir)
-        begun = time.monotonic()
-        devices = _jax.DeviceList(tuple(topology.devices))
+        begun, devices = time.monotonic(), _jax.DeviceList(tuple(topology.devices))
         compile_ = topology.devices[0].client.compile
         try:
             executable = compile_(module, devices, options())

@@ -37,8 +37,7 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
     from tfdist.trainer import worker_session
 
     _check(experiment, environment)
-    placement = ahead_of_time.locate(environment)
-    train = experiment.train
+    placement, train = ahead_of_time.locate(environment), experiment.train
     if train.virtual_replicas and placement.options.threads is None and not placement.selection.gpus:
         # The number of threads changes the last bits, and TensorFlow's default is the number of cores.
         placement = dataclasses.replace(placement, options=dataclasses.replace(placement.options, threads=1))

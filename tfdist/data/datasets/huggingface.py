@@ -74,8 +74,7 @@ def tar_files(path: str) -> dict[str, list[str]]:
 
     The path is a file, a folder, or a pattern with braces or wildcards: `train-{000..009}.tar`, `train-*.tar`.
     """
-    what = f"data.name=webdataset:{path}"
-    path = os.path.expanduser(path)
+    what, path = f"data.name=webdataset:{path}", os.path.expanduser(path)
     if os.path.isdir(path):
         patterns = [os.path.join(glob.escape(path), end) for end in ("*.tar", "*.tar.*", "*.tgz")]
     else:

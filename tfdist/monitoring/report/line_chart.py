@@ -94,8 +94,7 @@ def plot(
     high = vertical([y for line in lines for y in line.known], from_zero)
     unit = ", ".join(filter(None, (unit, "log scale" if high.log else "")))
     texts = label_all(high.ticks)
-    left = f"--left:{max(3.1, 0.6 * max(len(t) for t in texts)):.1f}em"
-    summaries = []
+    left, summaries = f"--left:{max(3.1, 0.6 * max(len(t) for t in texts)):.1f}em", []
     for line in lines:
         first, last, low, most = (text(y) for y in (line.known[0], line.known[-1], min(line.known), max(line.known)))
         summaries.append(f"{line.name}: from {first} to {last}, lowest {low}, highest {most}")
