@@ -182,6 +182,43 @@ def test_the_best_epoch_is_one_that_was_validated(connect, tmp_path):
     assert {files_lib.update_of(p) for p in files_lib.newest_first(tmp_path / "checkpoints")} >= {best}
 
 
+def test_the_best_value_of_another_metric_is_none_of_this_one(connect, tmp_path):
+    train(connect(1), stop=6, checkpoints=kept(tmp_path, every="9 epochs", best="max val_loss"))
+    checkpoints = kept(tmp_path, every="9 epochs", best="max val_top_2")  # which is never as large
+    done = train(connect(1), checkpoints=checkpoints)
+    assert 5 < checkpoints.resumed_from < 10
+    best = 5 * (2 + int(np.argmax(done[1]["val_top_2"][1:])))
+    assert {files_lib.update_of(p) for p in files_lib.newest_first(tmp_path / "checkpoints")} >= {best}
+
+
+def test_a_metric_that_is_no_sum_goes_on_within_an_epoch_on_other_replicas(connect, tmp_path):
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="largest")
+            self.most = self.add_weight(shape=(), initializer="zeros", name="most")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.most.assign(keras.ops.maximum(self.most, keras.ops.max(y_pred)))
+
+        def result(self):
+            return self.most
+
+    def made(distribution):
+        new = model(distribution, norm=False)
+        with distribution.scope():
+            new.compile(keras.optimizers.SGD(1e-3), training_cases.sparse(), metrics=[Largest()])
+        return new
+
+    whole = train(connect(1), made=made(connect(1)))
+    resumed = []
+    for replicas, stop in (2, 1), (1, 4), (3, None):
+        checkpoints = kept(tmp_path, every="1000 steps")
+        done = train(connect(replicas), made=made(connect(replicas)), stop=stop, checkpoints=checkpoints)
+        resumed.append(checkpoints.resumed_from)
+    assert all(update % 5 for update in resumed[1:]), resumed
+    np.testing.assert_allclose(done[1]["largest"], whole[1]["largest"], rtol=1e-5)
+
+
 @pytest.mark.whole
 def test_a_resumed_early_stopping_keeps_its_patience_and_its_best_weights(connect, tmp_path):
     def stopping(made, stop=None, **options):

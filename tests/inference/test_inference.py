@@ -226,11 +226,12 @@ SPOILT = [
      "result.json has no checksum of model.keras, so the run has not completed"),
     (lambda f: edited(f / "result.json", weights_sha256=""), "", "result.json has changed: its checksum is wrong: "),
     (lambda f: [edited(f / "result.json", weights_sha256=""), unlisted(f)], "", "has no checksum of model"),
-    (other_weights, "",
+    (other_weights, "", "copy is damaged: model.keras has "),
+    (lambda f: [other_weights(f), unlisted(f)], "",
      "model.keras has other weights than result.json (weights_sha256): it is of another run, or damaged"),
-    (lambda f: (f / "model.keras").write_bytes((f / "model.keras").read_bytes()[:5000]), "",
+    (lambda f: [(f / "model.keras").write_bytes((f / "model.keras").read_bytes()[:5000]), unlisted(f)], "",
      "model.keras is damaged (File is not a zip file): use --checkpoint=latest, or train again"),
-    (damaged_weights, "",  # HDF5's reader ended the process by SIGSEGV
+    (lambda f: [damaged_weights(f), unlisted(f)], "",  # HDF5's reader ended the process by SIGSEGV
      "model.keras is damaged (model.weights.h5 in it): use --checkpoint=latest, or train again"),
     (lambda f: [edited(f / "experiment.json", model={"name": "mlp"}), unlisted(f)], "",
      "model.keras does not fit the model that"),
@@ -251,6 +252,29 @@ def test_runs_that_cannot_be_used(spoil, checkpoint, message, copy):
     spoil(copy)
     with refused(re.escape(message)):
         weights(copy, checkpoint)
+
+
+def test_functions_that_have_changed_since_the_training_are_refused(run, tmp_path, monkeypatch):
+    text = (
+        "import keras\ndef model(spec):\n    k = keras.layers\n    return keras.Sequential([keras.Input(spec.shape), "
+    )
+    text += "k.Flatten(), k.Dense(9, 'relu'), k.Dense(10)])\n"
+    (tmp_path / "mine.py").write_text(text)
+    flags = ["--config.model.name=mine:model", "--config.train.epochs=1", "--config.optimizer.warmup=0%", "--workdir=w"]
+    done = run("tfdist.train", "--config=digits_mlp", "--config.model.options=", *flags)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "mine.py").write_text("# of mine\n" + text)
+    done = run("tfdist.evaluate", "--workdir=w")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "mine.py").write_text(text.replace("relu", "tanh"))
+    for command in (["tfdist.evaluate"], ["tfdist.evaluate", "--checkpoint=latest"], ["tfdist.predict", "--output=-"]):
+        done = run(*command, "--workdir=w")
+        assert done.returncode == 2 and "the code of mine.py has changed since w was trained" in done.stderr, (
+            done.stderr
+        )
+    done = run("tfdist.train", "--config=digits_mlp", "--config.model.options=", *flags, "--resume=require")
+    assert done.returncode == 2 and "another experiment (the code of mine.py has changed)" in done.stderr, done.stderr
+    assert run("tfdist.evaluate", "--workdir=w", "--trust_code").returncode == 0
 
 
 def digit_changed(folder, name, before, after):

@@ -15,7 +15,7 @@ from tfdist.config import validation
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 from tfdist.models import build as models
-from tfdist.models.zoo import keras_applications
+from tfdist.models.zoo import vision
 
 REPRESENTATIVES = list(zoo_cases.APPLICATIONS)
 PRECISION = {"ConvNeXtTiny": "float32", "MobileNetV3Small": "float32", "VGG16": "float32"}
@@ -57,7 +57,7 @@ def test_pixels_are_what_preprocess_input_gives(family, spec, to_pixels):
     """Keras' own function is the independent answer."""
     image = keras.Input(spec.shape, dtype=spec.dtype)
     x = images(spec)
-    ours = keras.Model(image, keras_applications.pixels(image, spec, family))(x)
+    ours = keras.Model(image, vision.pixels(image, spec, family))(x)
     colour = np.broadcast_to(x.astype("float64") * to_pixels, (*x.shape[:3], 3)).copy()
     theirs = getattr(keras.applications, family).preprocess_input(colour)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
@@ -97,7 +97,7 @@ def test_efficientnet_sees_what_its_imagenet_weights_expect(tmp_path, monkeypatc
     np.testing.assert_allclose(stem(ours), expected, rtol=1e-4, atol=1e-5)
     ours.save_weights(paths[1])
     ours.load_weights(paths[1])
-    keras_applications.correct(ours)  # once only
+    vision.correct(ours)  # once only
     np.testing.assert_allclose(stem(ours), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -39,6 +39,7 @@ class Checkpoints:
       experiment: fields of the experiment, kept in each checkpoint and compared on resume.
       data_sha256: digest of what the model was built for (`spec_file.digest`), kept in each checkpoint.
       model_sha256: digest of the file that the model was built from, if any; kept and compared likewise.
+      code: digests of the user's code (`user_functions.code_digests`), likewise.
       storage: what stands behind the folder, if that is a copy made by the caller.
     """
 
@@ -55,6 +56,7 @@ class Checkpoints:
         experiment: Mapping[str, str] | None = None,
         data_sha256: str = "",
         model_sha256: str = "",
+        code: Mapping[str, str] | None = None,
         storage: files.Disk | None = None,
     ):
         buckets.check("folder", os.fspath(folder))  # before it is a path, which takes gs:// for gs:/
@@ -67,13 +69,13 @@ class Checkpoints:
         self._name = self._storage.shown(self.folder)
         self._every, self._asynchronous, self._resume, self._changed = every, asynchronous, resume, changed
         self._experiment, self._data_sha256 = dict(experiment or {}), data_sha256
-        self._model_facts: dict[str, object] = {MODEL_FILE: model_sha256} if model_sha256 else {}
+        self._model_facts = {**({MODEL_FILE: model_sha256} if model_sha256 else {}), **(code or {})}
         self.off = every == "off"
         self.resumed_from: int | None = None  # update
         self.paused = 0.0  # seconds for which training has waited for checkpoints
         self._updates, self._seconds = math.inf, math.inf
         self._last = self._hold_at = time.monotonic()
-        self._best: dict[str, Any] = {"value": None, "update": None}
+        self._best: dict[str, Any] = {"value": None, "update": None, "metric": best}
         self._thread: threading.Thread | None = None  # which writes one; on the chief only
         self.kept: list[pathlib.Path] = []  # those of this run that are on the disk, the oldest first
         self.in_memory: LoadedCheckpoint | None = None  # a state newer than what is on the disk, if any is held
@@ -148,7 +150,8 @@ class Checkpoints:
     def _restore(self, run: TrainingRun, checkpoint: LoadedCheckpoint | None) -> Position | None:
         position, best = training_run.restore(run, checkpoint, self._experiment)
         if position is not None:
-            self._best = best
+            same = best.get("metric", self._best["metric"]) == self._best["metric"]  # another's value says nothing
+            self._best |= best if same else {"value": None, "update": None}
         return position
 
     def limit(self, done: int) -> float:
@@ -175,7 +178,7 @@ class Checkpoints:
         value, best = float(logs[metric]), self._best["value"]
         if not math.isfinite(value) or (best is not None and sign * value <= sign * best):
             return False
-        self._best = {"value": value, "update": done}
+        self._best |= {"value": value, "update": done}
         return True
 
     def save(self, run: TrainingRun, position: Position, wait: bool = False) -> None:

@@ -73,7 +73,7 @@ _POSITION: Shape = {
     "examples": number,
     "skipped": list_of(count),
 }
-_BEST: Shape = {"value": optional(number), "update": optional(count)}
+_BEST: Shape = {"value": optional(number), "update": optional(count), "metric": text}
 
 
 def error_in(state: object) -> str:

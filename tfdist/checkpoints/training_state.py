@@ -29,17 +29,20 @@ def capture(
 
     Called on all workers; empty on those other than the chief.
     """
+    whole = {id(v) for metric in metrics.whole_metrics(model) for v in metric.variables}
     places, own = slice(distribution.first, distribution.first + len(distribution.devices)), {}
     for name, variable in _own(model):
         here = np.stack([keras_internals.read_copy(copy).numpy() for copy in keras_internals.copies(variable)])
         own[name] = np.zeros((distribution.replicas, *here.shape[1:]), here.dtype)
         own[name][places] = here
+        if id(variable) in whole:  # each replica has the state of all examples, and elsewhere they are added up
+            own[name][1:] = 0
     own = dict(zip(own, broadcast_bits(distribution, list(own.values()))))
     sliced = zero.slots(preconditions.optimizers(model))
     wholes: dict[str, Structure] = {}
     for name, slot in ((name, sliced[id(v)]) for name, v in _shared(model) if id(v) in sliced):
-        whole = slot.read()  # one at a time on other workers, which keep none
-        wholes |= {name: whole} if distribution.is_chief else {}
+        value = slot.read()  # one at a time on other workers, which keep none
+        wholes |= {name: value} if distribution.is_chief else {}
     if not distribution.is_chief:
         return {}
     of_all = {name: v for name, v in _shared(model) if name not in wholes}
@@ -101,7 +104,7 @@ def restore(
     whole = {id(v) for metric in metrics.whole_metrics(model) for v in metric.variables}
     for name, variable in _own(model):
         rows = by_place[_place(name)]
-        if id(variable) in whole and len(rows) != distribution.replicas:
+        if id(variable) in whole:
             rows = np.repeat(rows[:1], distribution.replicas, 0)  # each replica had the state of all examples
         _assign_own(name, keras_internals.copies(variable), rows, distribution)
     refresh(model)

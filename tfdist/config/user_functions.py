@@ -1,15 +1,29 @@
-"""The user's own functions: `package.module:function`, found and called with errors that name the field."""
+"""The user's own code: functions as `package.module:function`, the files they are in, and what runs such code."""
 
+import ast
+import functools
+import hashlib
 import importlib
 import inspect
 import os
+import pathlib
 import sys
-from collections.abc import Callable
+import sysconfig
+import types
+from collections.abc import Callable, Iterable
 from typing import TypeVar
+
+import numpy as np
 
 from tfdist.errors import UserError
 
 Result = TypeVar("Result")
+CODE = "the code of"  # names of facts that are digests of the user's code begin so
+_FOLDERS = (str(pathlib.Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib")))
+syntax = functools.cache(lambda path: ast.dump(ast.parse(path.read_bytes())))  # without comments and line breaks
+_LIBRARIES = {"keras", "tensorflow", "tfdist", "numpy", *sys.stdlib_module_names} - {"__main__"}
+"""Top-level packages whose code is known by their version."""
+_WITHOUT_ATTRIBUTES = (str, bytes, int, float, complex, bool, type(None), np.ndarray, np.generic, types.ModuleType)
 
 
 def as_now(reference: str) -> str:
@@ -43,3 +57,68 @@ def call(field: str, function: Callable[..., Result], arguments: dict, *position
     except ValueError:  # built-in functions have no signature
         pass
     return function(*positional, **arguments)
+
+
+def is_users(file: str) -> bool:
+    """Returns whether a file of code belongs to no library that is installed, and is none that AutoGraph has made."""
+    path = pathlib.Path(file)
+    installed = {"site-packages", "dist-packages"} & {*path.parts} or path.name.startswith("__autograph_generated_")
+    return not installed and not any(path.is_relative_to(folder) for folder in _FOLDERS)
+
+
+def loaded_files(modules: Iterable[str]) -> list[pathlib.Path]:
+    """Returns the files of the user's code among these modules, and the modules that those import from."""
+    pending, paths = [*modules], dict[pathlib.Path, None]()
+    while pending:
+        module = sys.modules.get(pending.pop())
+        path = pathlib.Path(str(getattr(module, "__file__", None))).resolve()
+        if path.suffix == ".py" and path not in paths and is_users(str(path)) and path.is_file():
+            paths[path] = None
+            named = [v.__name__ if isinstance(v, types.ModuleType) else v for v in vars(module).values()]
+            pending += [str(v if isinstance(v, str) else getattr(v, "__module__", "")) for v in named]
+    return sorted(paths)
+
+
+def code_digests(references: Iterable[str]) -> dict[str, str]:
+    """Returns by name a digest of each file of the user's that functions of `package.module:function` may run."""
+    files = loaded_files(as_now(reference).partition(":")[0] for reference in references)
+    digest = lambda path: hashlib.sha256(syntax(path).encode()).hexdigest()[:16]
+    return {f"{CODE} {os.path.relpath(path)}": digest(path) for path in files}
+
+
+def is_own(code: object) -> bool:
+    """Returns whether a function, or the class of an object, is code of the user's or of another library."""
+    return (getattr(code, "__module__", None) or "").partition(".")[0] not in _LIBRARIES
+
+
+def runs_own(roots: Iterable[object]) -> bool:
+    """Returns whether objects may run code that is not of the libraries alone.
+
+    It goes through attributes, containers and closures; of objects of other libraries only Keras' have such.
+    """
+    visited: dict[int, object] = {}  # which keeps them, or another could take an id
+    pending = list(roots)
+    while pending:
+        thing = pending.pop()
+        if isinstance(thing, _WITHOUT_ATTRIBUTES) or id(thing) in visited:
+            continue
+        visited[id(thing)] = thing
+        if isinstance(thing, dict | list | tuple | set | frozenset):
+            pending += thing.values() if isinstance(thing, dict) else thing
+        elif isinstance(thing, functools.partial):
+            pending += (thing.func, thing.args, thing.keywords)
+        elif isinstance(thing, types.MethodType):
+            pending += (thing.__self__, thing.__func__)
+        elif isinstance(thing, types.FunctionType):
+            thing = inspect.unwrap(thing)
+            if is_own(thing) or thing.__module__ == "builtins":  # as of exec()
+                return True
+            cells = [c.cell_contents for c in thing.__closure__ or () if c != types.CellType()]  # but empty ones
+            pending += [*cells, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
+        else:
+            kind = thing if isinstance(thing, type) else type(thing)
+            if any(is_own(base) for base in kind.__mro__):
+                return True
+            if kind.__module__.partition(".")[0] == "keras" and not isinstance(thing, type):
+                pending += getattr(thing, "__dict__", {}).values()
+    return False

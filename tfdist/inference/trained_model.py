@@ -201,6 +201,8 @@ def read_weights(requested: ModelRequest, experiment: config.Experiment, build: 
         plain = build()
         if requested.checkpoint:
             return _from_checkpoint(requested, experiment, plain)
+        described = local_files.read_object(requested.path / "environment.json") or {}
+        _check_code(requested, experiment, described.get("code", {}))
         return _from_file(requested, plain)
 
 
@@ -213,11 +215,14 @@ def _from_file(requested: ModelRequest, plain: keras.Model) -> Weights:
         some = files.newest_first(requested.path / "checkpoints")
         fix = "use its newest checkpoint with --checkpoint=latest" if some else "it has no checkpoint either: train it"
         raise UserError(f"{requested.name} has no {MODEL} yet", fix)
-    expected = str((local_files.read_object(requested.path / "result.json") or {}).get("weights_sha256", ""))
+    result = local_files.read_object(requested.path / integrity.RESULT) or {}
+    expected, listed = str(result.get("weights_sha256", "")), MODEL in result.get("files", {})
     if not expected:
         what = f"{requested.name}/result.json has no checksum of {MODEL}, so the run has not completed"
         raise UserError(what, f"use --checkpoint=latest, or --model={requested.shown(path)} for that file as it is")
     shown = requested.shown(path)
+    if listed:
+        integrity.check_trusted(requested.path, requested.name, [MODEL])
     try:  # to its end: HDF5's reader of damaged bytes ends the process by a signal
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
@@ -232,20 +237,19 @@ def _from_file(requested: ModelRequest, plain: keras.Model) -> Weights:
     except Exception as error:  # Keras' and those of zip and HDF5 readers
         what = f"{shown} does not fit the model that {plain.name!r} is now ({one_line(error, 200)})"
         raise UserError(what, f"bring back the code that it was trained with, or use --model={shown}") from error
-    if recorder.fingerprint(plain)[0] != expected and not _is_as_written(requested.path):
+    if not listed and recorder.fingerprint(plain)[0] != expected:  # Keras merges LoRA's weights in a file
         what = f"{shown} has other weights than result.json (weights_sha256): it is of another run, or damaged"
         raise UserError(what, "use --checkpoint=latest, or train again")
     return shown, list(plain.get_weights())
 
 
-def _is_as_written(folder: pathlib.Path) -> bool:
-    """Returns whether a run wrote this very `model.keras`: Keras merges LoRA's weights in it, so others are read."""
-    try:
-        result = integrity.read_result(folder)
-        integrity.check_file(folder, MODEL, result)
-    except files.DamagedError:
-        return False
-    return MODEL in result.get("files", {})
+def _check_code(requested: ModelRequest, experiment: config.Experiment, recorded: Mapping[str, object]) -> None:
+    """Refuses functions of the user's that are others than those of the training."""
+    here = user_functions.code_digests(own_work.functions(experiment).values())
+    changed = [name for name, digest in here.items() if recorded.get(name, digest) != digest]
+    if changed and not requested.trust_code:
+        what = f"{', '.join(changed)} has changed since {requested.name} was trained, so the model may be another"
+        raise UserError(what, f"bring it back, give --model={requested.shown(requested.path / MODEL)}, or --trust_code")
 
 
 def _from_checkpoint(requested: ModelRequest, experiment: config.Experiment, plain: keras.Model) -> Weights:
@@ -280,6 +284,7 @@ def _from_checkpoint(requested: ModelRequest, experiment: config.Experiment, pla
             # A finished run has a copy of its own, with other weights, which `result.json` tells the checksum of.
             name = experiment.model.name
             outside = name if name.endswith(config.FILE) and pathlib.Path(name) != requested.path / MODEL else ""
+            _check_code(requested, experiment, content.state.get("facts", {}))
             integrity.check_state(requested.path, content.state, requested.shown(path), outside)
             averaged = experiment.optimizer.ema_momentum > 0
             return requested.shown(path), training_state.weights(plain, content.tensors, averaged)

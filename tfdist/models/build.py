@@ -18,7 +18,7 @@ from tfdist.data.spec import Spec
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals
 from tfdist.models import objective, pretrained
-from tfdist.models.zoo import keras_applications, layers, small, vision
+from tfdist.models.zoo import layers, small, vision
 
 _ZOO: dict[str, Callable[..., keras.Model]] = {
     name: getattr(small, name, None) or getattr(vision, name) for name in config.MODELS
@@ -58,7 +58,7 @@ def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> ker
     if wanted.weights:
         lines.append(pretrained.take(model, wanted.weights))
         if wanted.name in config.APPLICATIONS:
-            keras_applications.correct(model)
+            vision.correct(model)
     if wanted.freeze:
         lines.append(freeze(model, wanted.freeze))
     for line in [] if quiet else lines:
@@ -107,7 +107,7 @@ def compiled(
 
 def _made(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
     if name in config.APPLICATIONS:
-        return keras_applications.build(name, options, spec)
+        return vision.application(name, options, spec)
     if name not in _ZOO:
         return user_functions.call("model.options", user_functions.resolve("model.name", name), options, spec)
     function = _ZOO[name]

@@ -228,10 +228,8 @@ class TrainJobStatus(Callback):
     def _post(self, now: float) -> None:
         self._next, left, made = now + POST_EVERY_S, self._plan.updates - self._done, self._done - self._first[0]
         named = [{"name": k[:64], "value": f"{v:.6g}"} for k, v in self._logs.items() if isinstance(v, (int, float))]
-        status: dict[str, object] = {
-            "progressPercentage": 100 * self._done // self._plan.updates,
-            "metrics": named[:256],
-        }
+        status: dict[str, object] = {"progressPercentage": 100 * self._done // self._plan.updates}
+        status["metrics"] = named[:256]
         status |= {"estimatedRemainingSeconds": round(left * (now - self._first[1]) / made)} if made else {}
         status["lastUpdatedTime"] = datetime.datetime.now(datetime.timezone.utc).isoformat()
         body = json.dumps({"trainerStatus": status}).encode()

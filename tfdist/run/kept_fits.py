@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import copy
 import functools
@@ -25,26 +24,25 @@ from tfdist.checkpoints import files, training_run
 from tfdist.checkpoints.manager import Checkpoints
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster import discovery
-from tfdist.config import buckets, cpu_kernels, local_files
+from tfdist.config import buckets, cpu_kernels, local_files, user_functions
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import ResumeOptions
+from tfdist.config.user_functions import CODE
 from tfdist.data import batches
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, TrainingError, UserError, one_line
 from tfdist.keras_bridge import keras_internals
 from tfdist.monitoring import fit_report
 from tfdist.trainer.worker_session import Signals
-from tfdist.verification import user_code
 
 FITS = "fits"
 RECORD = "call.json"
-STARTING, CONTENT, CODE = "the starting state of the model", "the content of", "the code of"
+STARTING, CONTENT = "the starting state of the model", "the content of"
 MOST_BYTES = 10 << 30  # of the states of finished calls; those before the newest that fit in are trained again
 _SETTINGS = (
     *("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "shuffle", "class_weight", "validation_split"),
     *("validation_steps", "validation_batch_size", "validation_freq"),
 )
-_syntax = functools.cache(lambda path: ast.dump(ast.parse(path.read_bytes())))
 _IDLE = {"seed", "verbose", "filepath", "filename", "log_dir", "backup_dir"}  # drawn, told by the time, or for show
 
 
@@ -214,7 +212,9 @@ _DRAWS = re.compile(r"random|rand|randn|randint|rng|beta|choice|integers|\w*norm
 
 def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
     """Returns what must be the same when a call of `fit` is continued."""
-    facts = {**_code_digests(), "arguments": str(sys.argv[1:])}
+    code = user_functions.loaded_files([*sys.modules])
+    facts = {f"{CODE} {os.path.relpath(path)}": _digest(user_functions.syntax(path)) for path in code}
+    facts["arguments"] = str(sys.argv[1:])
     facts |= {name: str(arguments[name]) for name in _SETTINGS if arguments.get(name) is not None}
     losses = keras.tree.flatten(model.loss) if model.compiled else []  # whose `get_config` leaves numbers out
     parts = [
@@ -235,13 +235,6 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
         optimizer = keras_internals.inner_optimizer(model.optimizer)
         facts["optimizer"] = f"{type(optimizer).__name__} {optimizer.get_config() | {'name': ''}}"
     return facts
-
-
-def _code_digests() -> dict[str, str]:
-    """Returns a digest of each module of the user's that is loaded, which comments and line breaks do not change."""
-    names = {str(getattr(module, "__file__", None)) for module in [*sys.modules.values()]}
-    paths = {pathlib.Path(name).resolve() for name in names if name.endswith(".py") and user_code.is_users(name)}
-    return {f"{CODE} {os.path.relpath(path)}": _digest(_syntax(path)) for path in filter(pathlib.Path.is_file, paths)}
 
 
 def _checksums(names: Iterable[str]) -> dict[str, str]:
@@ -281,7 +274,7 @@ def _setup(thing: Any) -> object:
     if inspect.isfunction(thing):
         read = inspect.getclosurevars(thing)
         values = {**read.globals, **read.nonlocals, "defaults": [thing.__defaults__, thing.__kwdefaults__]}
-        own = lambda value: inspect.isfunction(value) and value is not thing and user_code.is_own(value)
+        own = lambda value: inspect.isfunction(value) and value is not thing and user_functions.is_own(value)
         return {name: value for name, value in values.items() if not callable(value) or own(value)}
     made: dict[str, Any] = {"": type(thing).__name__}
     with contextlib.suppress(Exception):

@@ -221,10 +221,7 @@ class Totals:
         self.refresh()
 
     def arguments(self) -> tuple[tf.Tensor, ...]:
-        """Returns what a call must be given besides its batches: the sums to which it adds.
-
-        Added up call by call, their last bits would depend on where calls end, which is a matter of time.
-        """
+        """Returns the sums to which a call adds: added up call by call, their last bits would be a matter of time."""
         return (tf.constant(self.sums),)
 
     def add(self, result: CallResult) -> dict[str, float]:

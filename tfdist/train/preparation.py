@@ -7,9 +7,9 @@ from typing import Any
 import keras
 
 from tfdist import config
-from tfdist.checkpoints import files, manager, resume
+from tfdist.checkpoints import files, manager, own_work, resume
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.config import field_syntax
+from tfdist.config import field_syntax, user_functions
 from tfdist.config import schedule as schedule_lib
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment, ResumeOptions
@@ -99,6 +99,7 @@ def prepare(
         experiment=config.flat(experiment),
         data_sha256=spec_file.digest(data.spec),
         model_sha256=files.checksum(pathlib.Path(model_file).expanduser())["sha256"] if model_file else "",
+        code=user_functions.code_digests(own_work.functions(experiment).values()),
         storage=folder.storage,
     )
     return Preparation(

@@ -7,6 +7,7 @@ import subprocess
 
 from tfdist.checkpoints import integrity, own_work, resume
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.config import user_functions
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
 from tfdist.data import spec_file
@@ -85,7 +86,8 @@ class Run:
         own_work.write_experiment(folder, self._experiment)
         spec_file.write(folder.write_text, self._data.spec)
         where = self._distribution, self._placement, self._environment
-        folder.write("environment.json", recorder_lib.environment(*where))
+        code = user_functions.code_digests(own_work.functions(self._experiment).values())
+        folder.write("environment.json", {**recorder_lib.environment(*where), "code": code})
         folder.push()
 
     def _begin_monitoring(self) -> None:

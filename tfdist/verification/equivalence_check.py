@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.config import cpu_kernels, local_files
+from tfdist.config import cpu_kernels, local_files, user_functions
 from tfdist.config.messages import logger
 from tfdist.data.protocol import Source
 from tfdist.data.spec import Structure
@@ -29,7 +29,6 @@ from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, preconditions, row_mixing
 from tfdist.step import step_calls
 from tfdist.step.step import Step
-from tfdist.verification import user_code
 from tfdist.verification.equivalence_probe import METRIC, OUTPUT, STATE, Comparison, EquivalenceProbe, ProbeResult
 
 CHOICES = ("auto", "on", "off")
@@ -576,7 +575,7 @@ def _runs_own(model: keras.Model, kind: str) -> bool:
     methods = {"train": preconditions.TRAINING, "test": preconditions.EVALUATION, "predict": preconditions.PREDICTION}
     layers = keras_internals.flat_layers(model)
     own = preconditions.replaced(model, methods[kind]) or any(isinstance(layer, _WRAPPERS) for layer in layers)
-    return bool(own) or user_code.runs_own([*layers, *_compiled(model, kind)])
+    return bool(own) or user_functions.runs_own([*layers, *_compiled(model, kind)])
 
 
 def _may_be_rare(model: keras.Model, kind: str) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoints import training_state
+from tfdist.config import user_functions
 from tfdist.data.batch_layout import Batch, HostSlice, Layout, ReplicaBatch, host_slices
 from tfdist.data.spec import Structure
 from tfdist.errors import UserError
@@ -23,7 +24,6 @@ from tfdist.step import functions, own_step
 from tfdist.step.batch_loop import LogNames
 from tfdist.step.replica import Replica
 from tfdist.step.step import Step, spread_over
-from tfdist.verification import user_code
 
 PIECE = 1 << 16  # numbers that are compared at a time
 STATE, METRIC, OUTPUT = "the variable", "metric", "output"  # prefixes of the names of some values
@@ -396,7 +396,7 @@ def _writable(graph: tf.Graph, variables: list[tf.Variable]) -> list[tf.Variable
 def _python_numbers(model: keras.Model) -> list[tuple[object, str, float]]:
     """Returns the attributes that are numbers of what the user has written: (owner, name, value)."""
     things = [*keras_internals.flat_layers(model), *keras_internals.compiled_with(model)]
-    own = [thing for thing in things if user_code.is_own(type(thing)) and hasattr(thing, "__dict__")]
+    own = [thing for thing in things if user_functions.is_own(type(thing)) and hasattr(thing, "__dict__")]
     return [(thing, name, n) for thing in own for name, n in vars(thing).items() if type(n) in (int, float)]
 
 
