@@ -422,7 +422,7 @@ def main() -> int:
     rows = [known[tool.name] for tool in TOOLS if tool.name in known]
     options.output.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps(rows, indent=1) + "\n")
-    tables = "\n\n".join(f"### {row['name']}\n\n{table(row)}" for row in rows)
+    tables = "\n\n".join(f"## {row['name']}\n\n{table(row)}" for row in rows)
     page = (HERE / "page.md").read_text().replace("SUMMARY", summary(rows)).replace("TABLES", tables)
     (options.output / "goodput.md").write_text(page)
     return 0
