@@ -437,8 +437,11 @@ def test_a_trainjob_is_told_its_progress(run, tmp_path):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         own = dict(URL=f"http://127.0.0.1:{server.server_port}/x", CA_CERT=certifi.where(), TOKEN="token")
         words = ["--config=digits_mlp", "--config.train.epochs=2", "--notensorboard", "--progress=none"]
-        done = run("tfdist.train", *words, **{f"KUBEFLOW_TRAINER_SERVER_{name}": value for name, value in own.items()})
+        own = {f"KUBEFLOW_TRAINER_SERVER_{name}": value for name, value in own.items()}
+        done = run("tfdist.train", *words, **own)
         server.shutdown()
+    again = run("tfdist.train", *words, "--resume=require", **own)  # there is no update to tell of
+    assert again.returncode == 0, again.stderr
     (path, authorization, last), names = got[-1], {metric["name"] for metric in got[-1][2]["metrics"]}
     assert (done.returncode, path, authorization, last["progressPercentage"]) == (0, "/x", "Bearer renewed", 100)
     assert last["estimatedRemainingSeconds"] == 0 and {"loss", "accuracy", "val_loss"} <= names and len(got) > 1

@@ -221,15 +221,15 @@ class TrainJobStatus(Callback):
         self._logs |= logs or {}
 
     def on_train_end(self, logs=None):
-        self._posting.join(POST_EVERY_S)
-        self._post(time.monotonic())
-        self._posting.join(POST_EVERY_S)
+        if self._posting.ident:  # else a finished run has begun again, and made no update
+            self._posting.join(POST_EVERY_S)
+            self._post(time.monotonic())
+            self._posting.join(POST_EVERY_S)
 
     def _post(self, now: float) -> None:
         self._next, left, made = now + POST_EVERY_S, self._plan.updates - self._done, self._done - self._first[0]
         named = [{"name": k[:64], "value": f"{v:.6g}"} for k, v in self._logs.items() if isinstance(v, (int, float))]
-        status: dict[str, object] = {"progressPercentage": 100 * self._done // self._plan.updates}
-        status["metrics"] = named[:256]
+        status: dict[str, Any] = {"progressPercentage": 100 * self._done // self._plan.updates, "metrics": named[:256]}
         status |= {"estimatedRemainingSeconds": round(left * (now - self._first[1]) / made)} if made else {}
         status["lastUpdatedTime"] = datetime.datetime.now(datetime.timezone.utc).isoformat()
         body = json.dumps({"trainerStatus": status}).encode()
