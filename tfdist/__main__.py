@@ -1,7 +1,5 @@
 """The program `tfdist`: runs a command by its name, such as `tfdist train`, or lists them. No TensorFlow."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

@@ -9,14 +9,13 @@ import os
 import pathlib
 import re
 import shlex
-import shutil
 import sys
 import zipfile
 
 import kubernetes_validate
 import pytest
 import yaml
-from support import processes
+from support import images, processes
 from support.launchers import free_port, launch  # noqa: F401
 
 import tfdist
@@ -169,34 +168,6 @@ def assert_as_alone(folder, alone):
     assert result["weights_norm"] == pytest.approx(alone["weights_norm"], rel=1e-6)
 
 
-@pytest.mark.whole
-@pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed")
-def test_mpijob(alone, tmp_path, tfds_dir):
-    """The launcher's command by a real mpirun, with two slots of this machine in place of the pods."""
-    (job,) = documents("mpijob.yaml")
-    (container,) = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
-    assert job["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"] == 2
-    said = {e["name"]: e.get("value") for e in container["env"]}
-    name, words = job["metadata"]["name"], [word.replace("/runs/", f"{tmp_path}/") for word in container["command"]]
-    assert (said["MASTER_ADDR"], said["MASTER_PORT"]) == (f"{name}-worker-0.{name}", "29500")
-    assert said.keys() == {words[i + 1] for i, word in enumerate(words) if word == "-x"}, "ssh hands nothing on"
-    at = words.index("tfdist")
-    words = [
-        "mpirun",
-        "--allow-run-as-root",
-        "--oversubscribe",
-        *words[3:at],
-        sys.executable,
-        "-m",
-        *words[at:],
-        *SHORT,
-    ]
-    own = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), TFDIST_SECRET="hush", TFDS_DATA_DIR=str(tfds_dir))
-    done = processes.run([*words, *SHORT], env={**os.environ, **own}, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr
-    assert_as_alone(tmp_path, alone)
-
-
 def test_each_job_of_an_array_has_its_folder(tmp_path):
     (tmp_path / "srun").symlink_to("/bin/echo")
     environ = {**os.environ, "SLURM_ARRAY_TASK_ID": "3", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -226,7 +197,7 @@ def test_what_a_pod_needs_at_the_first_try(name):
         assert who["fsGroup"] == who["runAsUser"] == 1000 and who["runAsNonRoot"], "the image's user can write volumes"
         assert container["resources"].keys() == {"requests", "limits"}
         version, target = re.fullmatch(r"tfdist:(.+)-(cpu|mpi)", container["image"]).groups()
-        assert version == tfdist.__version__ and target in {stage for stage, *_ in dockerfile()}
+        assert version == tfdist.__version__ and target in {stage for stage, *_ in images.steps()}
         if "volumes" in pod:  # the launcher of an MPIJob writes nothing
             mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
             assert mounted == {"runs": "/runs", "shm": "/dev/shm"} and len(pod["volumes"]) == 2
@@ -239,32 +210,22 @@ def test_what_a_pod_needs_at_the_first_try(name):
         assert "restartPolicy: Never" in text and "--max_restarts=3" in text and "maxRestarts: 3" not in text
 
 
-def dockerfile():
-    """Returns stage, instruction and arguments of each step."""
-    stage, steps = "", []
-    text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", (DEPLOY / "Dockerfile").read_text(), flags=re.M))
-    for op, words in re.findall(r"^([A-Z]+) (.*)$", text, flags=re.M):
-        stage = words.split(" AS ")[1] if op == "FROM" else stage
-        steps.append((stage, op, words))
-    return steps
-
-
 def test_the_image_installs_sources_last_and_is_not_roots():
-    for stage, op, words in dockerfile():
+    for stage, op, words in images.steps():
         assert op != "COPY" or "--from" in words or stage == "wheel" or words == "setup.cfg ./"
         assert op != "RUN" or "pip install" not in words or ("--no-deps" in words) == (stage in ("cpu", "cuda", "mpi"))
     for target in ("cpu", "cuda", "mpi"):
-        last = {op: words for stage, op, words in dockerfile() if stage == target}
+        last = {op: words for stage, op, words in images.steps() if stage == target}
         assert last["USER"].isdigit() and json.loads(last["ENTRYPOINT"]) == ENTRYPOINT and "HOME=" in last["ENV"]
-    assert tfdist.__version__ in next(words for _, op, words in dockerfile() if op == "LABEL")
+    assert tfdist.__version__ in next(words for _, op, words in images.steps() if op == "LABEL")
 
 
 def test_the_image_has_what_the_package_is_made_of(tmp_path):
     """Its steps that need no network, run in a folder with what is copied and .dockerignore lets through."""
-    copied = [n for stage, op, words in dockerfile() if (stage, op) == ("wheel", "COPY") for n in words.split()[:-1]]
+    copied = [n for stage, op, words in images.steps() if (stage, op) == ("wheel", "COPY") for n in words.split()[:-1]]
     assert set(copied) <= set(re.findall(r"^!([\w.]+)", (ROOT / ".dockerignore").read_text(), flags=re.M))
     processes.run(["cp", "-r", *copied, str(tmp_path)], cwd=ROOT, check=True)
-    steps = [w for _, op, w in dockerfile() if op == "RUN" and ("configparser" in w or "pip wheel" in w)]
+    steps = [w for _, op, w in images.steps() if op == "RUN" and ("configparser" in w or "pip wheel" in w)]
     script = "\n".join(steps).replace("--wheel-dir /dist", "--wheel-dir dist --no-build-isolation --no-index -q")
     path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
     processes.run(["sh", "-ec", script], cwd=tmp_path, env={**os.environ, "PATH": path}, check=True)

@@ -188,18 +188,20 @@ TASKS = [
     ("-N1 -n2", [(0, 2, 0, 2), (1, 2, 1, 2)]),
     ("-N2 -n3", [(0, 3, 0, 2), (1, 3, 1, 2), (2, 3, 0, 1)]),
     ("-N2 -n4 --distribution=cyclic", [(0, 4, 0, 2), (1, 4, 0, 2), (2, 4, 1, 2), (3, 4, 1, 2)]),
+    ("-N1 -n1 : -N1 -n2", [(0, 3, 0, 1), (1, 3, 0, 2), (2, 3, 1, 2)]),  # a heterogeneous job
 ]
 
 
 def test_slurm_tasks(slurm, hosts, start):
     for options, places in TASKS:  # in one test: it is Slurm itself that takes its time
-        words = ["srun", *options.split(), sys.executable, "-c", DETECT]
+        parts = [[*part.split(), sys.executable, "-c", DETECT] for part in options.split(" : ")]
+        words = ["srun", *parts[0], *(word for part in parts[1:] for word in (":", *part))]
         program = start(*hosts.on("h1"), *words, SLURM_CONF=str(slurm))
         assert program.end() == 0, program.text
-        found = sorted((json.loads(line) for line in program.lines), key=lambda c: c["rank"])
+        found = sorted((json.loads(line) for line in program.lines if line[0] == "{"), key=lambda c: c["rank"])
         assert [(c["rank"], c["size"], c["local_rank"], c["local_size"]) for c in found] == places, options
         assert {(c["source"], c["master"].partition(":")[0]) for c in found} == {
-            ("Slurm", "127.0.0.1" if "-N1" in options else "h1")
+            ("Slurm", "127.0.0.1" if options.startswith("-N1 -n2") else "h1")
         }
         assert len({c["master"] for c in found}) == 1
 

@@ -79,16 +79,9 @@ def test_arguments_by_position(connect):
     np.testing.assert_allclose(tfdist.predict(one, X, BATCH, 0, 2), two.predict(X, BATCH, 0, 2), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.whole
-def test_the_former_name_of_x_and_no_data(connect):
+def test_no_data(connect):
     model = made(connect(1))
-    tfdist.fit(model, dataset=(X, Y), verbose=0)
-    by_name = tfdist.evaluate(model, dataset=(X, Y), verbose=0)
-    assert by_name == tfdist.evaluate(model, x=X, y=Y, verbose=0)
-    np.testing.assert_array_equal(tfdist.predict(model, dataset=X, verbose=0), tfdist.predict(model, x=X, verbose=0))
     for call in (tfdist.fit, tfdist.evaluate, tfdist.predict):
-        with refusals.refused("dataset is the former name of x: give one of them"):
-            call(model, X, dataset=X)
         with refusals.refused(r"no data given \(got None\)"):
             call(model)
 

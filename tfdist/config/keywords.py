@@ -27,10 +27,6 @@ def checked_keywords(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> R:
         try:
-            if "dataset" in kwargs and "x" in parameters:  # another name of the same argument
-                if len(args) > 1 or "x" in kwargs:
-                    raise UserError("dataset is the former name of x", "give one of them")
-                kwargs["x"] = kwargs.pop("dataset")
             for name in kwargs:
                 if name not in parameters:
                     known = field_syntax.suggest(config.current_name(name), parameters)

@@ -168,6 +168,12 @@ EDITS = (  # of a file, the text that stands there once, and what it becomes
         + "  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);\n}\n"
         + "} // namespace gpu\n} // namespace stream_executor\n",
     ),
+    # GCC 14 looks into templates that nobody uses: this one assigns a constant.
+    (
+        "third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
+        "\n      FLATBUFFERS_NOEXCEPT {\n    data_ = other.data_;\n    count_ = other.count_;\n  }\n",
+        " = delete;\n",
+    ),
     # The stamp becomes a file of the package, so that pip removes it with the rest.
     ("setup.cfg", "[egg_info]", f"[options.package_data]\nhorovod = {horovod_install.STAMP}\n\n[egg_info]"),
 )
@@ -245,6 +251,8 @@ def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> Tools:
     use = {
         "CXX": environ.get("CXX") or program("c++", "g++", "clang++"),
         "CC": environ.get("CC") or program("cc", "gcc", "clang"),
+        # Headers that Horovod uses and that GCC 14 no longer brings with others.
+        "CXXFLAGS": f"{environ.get('CXXFLAGS', '')} -include string -include stdexcept",
         "HOROVOD_CMAKE": environ.get("HOROVOD_CMAKE") or program("cmake"),
     }
     text = "#include <string_view>\n#if __cplusplus < 201703L\n#error\n#endif\nstd::string_view tfdist_says_yes;\n"

@@ -1,7 +1,5 @@
 """What `fit`, `evaluate` and `predict` refuse, before anything is compiled."""
 
-from __future__ import annotations
-
 import contextlib
 import numbers
 import re

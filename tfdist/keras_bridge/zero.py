@@ -5,8 +5,6 @@ slice by the same kernel, and all gather the slices. Elementwise optimizers give
 training the optimizer has its state in whole, as Keras made it; only Keras' own variables are ever seen there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import weakref

@@ -5,8 +5,6 @@ or the environment is wrong; 130 and 143 stopped by a signal; else that of the
 worker that failed first, 128 + n if signal n killed it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

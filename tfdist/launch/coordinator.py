@@ -4,8 +4,6 @@ In an elastic job (`--nnodes=MIN:MAX`) a node that is lost, leaves or joins ends
 with the nodes that are there then, from the newest checkpoint: no failure, and no restart of `--max_restarts`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

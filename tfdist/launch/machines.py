@@ -1,7 +1,5 @@
 """The nodes of a launch, from the launcher's flags or a training platform. No TensorFlow."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

@@ -4,8 +4,6 @@ Node 0 decides (see `coordinator`), also for itself: a single machine is a node 
 orders from it, and heartbeats both ways; registration is that of `cluster.registration`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import itertools

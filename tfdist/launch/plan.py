@@ -1,7 +1,5 @@
 """The launcher's flags, and the plan that they and the machine give: which workers to start, and how."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ The script's `model.fit`, `evaluate`, `predict` and their relatives are carried 
 device. Exit codes: the script's own; 2 the input or the environment is wrong; 143 stopped by a signal, state saved.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import glob
 import os

@@ -1,7 +1,5 @@
 """Runs a script or module as Python does, with tfdist behind Keras' methods of a model."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

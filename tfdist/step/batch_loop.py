@@ -1,7 +1,5 @@
 """The loop over global batches within a call, what it adds up from batch to batch, and the logs of an epoch."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ largest exponent in any of the terms. Integers add up to the same whatever comes
 of the largest (of 8 terms) keeps all 24 bits of a float32; what is smaller loses those below the unit.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, cast
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The compiled functions that train, measure and predict; the latter two change only metrics and random generators."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The compiled functions of a model, each made once, and what must exist before the first is compiled."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import operator

@@ -1,7 +1,5 @@
 """The compiled functions of a model, made once, and one call of them."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import weakref

@@ -4,8 +4,6 @@ One compiled function computes all virtual replicas, given a number. So the same
 number of devices, and their results are the same bit for bit; `ExactSum` adds them up.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple

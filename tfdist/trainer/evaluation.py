@@ -1,7 +1,5 @@
 """The public `evaluate` and `predict`, and the evaluation that a training runs again and again."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

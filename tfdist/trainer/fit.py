@@ -1,7 +1,5 @@
 """The public `fit`: its arguments and their checks. `plan` decides what is done, `loop` does it."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import numbers

@@ -1,7 +1,5 @@
 """`patch_keras`: `Model.fit` and its relatives, as any script calls them, are carried out by tfdist from then on."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """The loop of a training over epochs, and over calls of the compiled function."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

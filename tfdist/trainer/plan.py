@@ -1,7 +1,5 @@
 """Decides before the first update what a training does: `plan_training` returns a `TrainingPlan`."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
