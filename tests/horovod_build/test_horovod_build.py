@@ -51,8 +51,15 @@ setup(name="horovod", version="0.28.1", packages=find_packages(),
 """
 HEADER = '#include "tensorflow/stream_executor/stream.h"\n#endif // TENSORFLOW_VERSION >= 2011000000\n'
 MPI_OPS = f"#if 0\n#if 1\n{HEADER}#endif\nint answer() {{ return 42; }}\n"
+ASSIGNMENT = """&operator=(const span &other)
+      FLATBUFFERS_NOEXCEPT {
+    data_ = other.data_;
+    count_ = other.count_;
+  }
+"""
 SOURCE = {
     "setup.py": SETUP,
+    "third_party/flatbuffers/include/flatbuffers/stl_emulation.h": f"a {ASSIGNMENT}b\n",
     "setup.cfg": "[egg_info]\ntag_build = \n",
     "horovod/__init__.py": "",
     "horovod/tensorflow/__init__.py": """\
@@ -406,6 +413,7 @@ def test_the_edits(tmp_path):
     source = workspace.unpack(tar(tmp_path / "a.tar.gz", SOURCE), tmp_path / "b")
     workspace.prepare(source, WANTED)
     assert (source / "horovod/tensorflow/CMakeLists.txt").read_text() == "a\nb\n"
+    assert (source / "third_party/flatbuffers/include/flatbuffers/stl_emulation.h").read_text().endswith("delete;\nb\n")
     assert HEADER + "namespace stream_executor {" in (source / "horovod/tensorflow/mpi_ops.cc").read_text()
     with pytest.raises(TrainingError, match=r"CMakeLists.txt should have 'list\(APPEND .*' once, and has it 0 times"):
         workspace.prepare(source, WANTED)

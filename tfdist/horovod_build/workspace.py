@@ -171,8 +171,9 @@ EDITS = (  # of a file, the text that stands there once, and what it becomes
     # GCC 14 looks into templates that nobody uses: this one assigns a constant.
     (
         "third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
-        "\n      FLATBUFFERS_NOEXCEPT {\n    data_ = other.data_;\n    count_ = other.count_;\n  }\n",
-        " = delete;\n",
+        "&operator=(const span &other)\n      FLATBUFFERS_NOEXCEPT {\n"
+        "    data_ = other.data_;\n    count_ = other.count_;\n  }\n",
+        "&operator=(const span &other) = delete;\n",
     ),
     # The stamp becomes a file of the package, so that pip removes it with the rest.
     ("setup.cfg", "[egg_info]", f"[options.package_data]\nhorovod = {horovod_install.STAMP}\n\n[egg_info]"),
