@@ -14,6 +14,7 @@ from support import memory_hungry_model, processes, training_cases
 import tfdist
 from tfdist.checkpoints import resume
 from tfdist.errors import TrainingError
+from tfdist.verification import equivalence_check
 
 BATCH = 24
 SUPPORT = str(REPOSITORY / "tests" / "support")
@@ -72,12 +73,26 @@ def trainable(model):
         pytest.param(5, 3, 4, marks=pytest.mark.faults),
     ],
 )
-def test_it_goes_on_with_smaller_micro_batches_and_the_same_result(after, replicas, most, connect, tmp_path, said):
+def test_it_goes_on_with_smaller_micro_batches_and_the_same_result(
+    after, replicas, most, connect, tmp_path, said, monkeypatch
+):
     """At the first update, for which there is no checkpoint yet, and in the middle of the second epoch."""
     distribution = connect(replicas)
+    failed, run = [], equivalence_check.EquivalenceProbe.run
+
+    def tried(*args, **kwargs):
+        try:
+            return run(*args, **kwargs)
+        except tf.errors.ResourceExhaustedError:
+            failed.append(args)
+            raise
+
+    monkeypatch.setattr(equivalence_check.EquivalenceProbe, "run", tried)
     expected, history, _ = train(distribution, model(distribution, 10**6), accumulate=BATCH // (most * replicas))
     made, found, accumulate = train(distribution, model(distribution, most, after), tmp_path)
     assert accumulate == ([2, 4] if replicas == 1 else [2])
+    # At most each size that failed in the training, too: TensorFlow waits 10 s before it gives up.
+    assert after == 0 or len(failed) <= 2
     assert training_cases.distance(trainable(made), trainable(expected)) < 1e-6
     for name, values in history.items():
         assert found[name] == pytest.approx(values, rel=1e-5), name
@@ -180,11 +195,11 @@ def same(found, expected):
 
 
 def test_a_run_of_one_process_goes_on_by_itself(run, tmp_path, by_hand):
-    done = run("tfdist.train", *FLAGS, "--config.model.options=most=8, after=6", path=SUPPORT)
+    done = run("tfdist.train", *FLAGS, "--config.model.options=most=16, after=6", path=SUPPORT)
     assert done.returncode == 0, done.stderr
-    same(result(tmp_path), by_hand)
-    assert "(train.accumulate=4), with the same result" in done.stdout
-    assert json.loads((tmp_path / "out" / resume.ACCUMULATE).read_text()) == {"accumulate": 4}
+    same(result(tmp_path), by_hand | {"accumulate": 2})
+    assert "(train.accumulate=2), with the same result" in done.stdout
+    assert json.loads((tmp_path / "out" / resume.ACCUMULATE).read_text()) == {"accumulate": 2}
 
 
 @pytest.mark.faults

@@ -50,6 +50,7 @@ class Step:
         self.repeats: dict[str, tuple[int, int, int, int]] = {}
         """By kind, of repeated checks: calls, batches in them, and how many when last checked, and with all rows."""
         self.more_rows = SAMPLE_ROWS  # of code of the user's own
+        self.most_rows = 2**31 - 1  # for which there is memory, as far as known
         self._first: tuple[Structure, ...] = ()  # the first batch of a stream
         # Targets and outputs of a few rows, until losses and metrics have been classified by them.
         self._sample: tuple[Structure, Structure] | None = None

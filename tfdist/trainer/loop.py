@@ -184,6 +184,7 @@ class FitLoop:
                 raise error  # its updates cannot be made of smaller micro-batches
             ordered = plan.source.size is not None
             layout, self._position = self._checkpoints.halve_micro_batches(error, plan.layout, ordered)
+            self._step.most_rows = layout.max_micro_rows
             self._plan = dataclasses.replace(plan, layout=layout, feed=feed_of(plan.source, layout, options))
             self._check()
             self._prepare_calls()

@@ -27,6 +27,7 @@ from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, preconditions, row_mixing
+from tfdist.keras_bridge.loss import SAMPLE_ROWS
 from tfdist.step import step_calls
 from tfdist.step.step import Step
 from tfdist.verification.equivalence_probe import METRIC, OUTPUT, STATE, Comparison, EquivalenceProbe, ProbeResult
@@ -145,6 +146,9 @@ class RepeatedCheck:
         if wholly and not distribution.static_shapes:
             # A worker's memory suffices for its own part of a batch, and most likely for some of them.
             number = max(number, min(available, 4 * -(-available // self._parts)))
+        number = min(distribution.peers.gather("the number of rows to check", min(number, self._step.most_rows)))
+        if number < SAMPLE_ROWS:  # no memory for as few
+            return
         for comparison, probe in self.probes.items():
             known = available > 0 and probe.look_at(rows, number)
             checksum = crc(probe.rows) if known else 0
@@ -159,8 +163,10 @@ class RepeatedCheck:
                 suspect = not max(distances.values(), default=0.0) <= ROUNDING
                 some = [groups[done % len(groups)]] if groups else []
                 outcome = _of_some_rows(probe, [[*range(probe.count)], *some] if suspect else some)
-        except tf.errors.OpError:
-            return  # of rows that cannot be computed alone: the batch itself has been
+        except tf.errors.OpError as error:  # of rows that cannot be computed alone: the batch itself has been
+            if isinstance(error, tf.errors.ResourceExhaustedError):  # which TensorFlow waits 10 s for
+                self._step.most_rows = probe.count // 2
+            return
         if outcome is not None:
             found = f"found after {done} {'updates' if self._kind == 'train' else 'batches'}"
             message = _message(self._step, probe.rows, comparison, outcome.disagreements(), probe.adding)
