@@ -50,7 +50,7 @@ def train(distribution, data=None, stop=None, made=None, **options):
     made = made or model(distribution)
     options = {"epochs": EPOCHS, "steps_per_call": 2, "verbose": 0, "distribution": distribution} | options
     data = training_cases.images(EXAMPLES) if data is None else data()
-    data = {"dataset": data} | ({} if isinstance(data, tf.data.Dataset) else {"batch_size": BATCH})
+    data = {"x": data} | ({} if isinstance(data, tf.data.Dataset) else {"batch_size": BATCH})
     if stop is not None:
         options["should_stop"] = training_cases.StopAt(stop)
     options["callbacks"] = [keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, factor=0.5)]

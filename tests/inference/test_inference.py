@@ -267,13 +267,15 @@ def test_functions_that_have_changed_since_the_training_are_refused(run, tmp_pat
     done = run("tfdist.evaluate", "--workdir=w")
     assert done.returncode == 0, done.stderr
     (tmp_path / "mine.py").write_text(text.replace("relu", "tanh"))
+    files = {path: path.read_bytes() for path in (tmp_path / "w").glob("*.*")}
+    done = run("tfdist.train", "--config=digits_mlp", "--config.model.options=", *flags, "--resume=require")
+    assert done.returncode == 2 and "another experiment (the code of mine.py has changed)" in done.stderr, done.stderr
+    assert files == {path: path.read_bytes() for path in (tmp_path / "w").glob("*.*")}, "what is refused has written"
     for command in (["tfdist.evaluate"], ["tfdist.evaluate", "--checkpoint=latest"], ["tfdist.predict", "--output=-"]):
         done = run(*command, "--workdir=w")
         assert done.returncode == 2 and "the code of mine.py has changed since w was trained" in done.stderr, (
             done.stderr
         )
-    done = run("tfdist.train", "--config=digits_mlp", "--config.model.options=", *flags, "--resume=require")
-    assert done.returncode == 2 and "another experiment (the code of mine.py has changed)" in done.stderr, done.stderr
     assert run("tfdist.evaluate", "--workdir=w", "--trust_code").returncode == 0
 
 

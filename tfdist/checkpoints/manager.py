@@ -7,7 +7,7 @@ import pathlib
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,7 @@ class Checkpoints:
         self._experiment, self._data_sha256 = dict(experiment or {}), data_sha256
         self._model_facts = {**({MODEL_FILE: model_sha256} if model_sha256 else {}), **(code or {})}
         self.off = every == "off"
+        self.begun: Callable[[], None] = lambda: None  # called once nothing of the run to resume is refused any more
         self.resumed_from: int | None = None  # update
         self.paused = 0.0  # seconds for which training has waited for checkpoints
         self._updates, self._seconds = math.inf, math.inf
@@ -104,6 +105,7 @@ class Checkpoints:
                     required=self._resume == "require",
                 )
         position = self._restore(run, chosen)
+        self.begun()
         if position is None:
             return None
         self.resumed_from = position.update

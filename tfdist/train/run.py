@@ -53,11 +53,15 @@ class Run:
 
     def train(self) -> Result:
         """Trains, evaluates and saves; returns the content of `result.json`."""
-        self._begin_folder()
+        moved = None if self._prepared.resumes else self._folder.set_aside()
+        if moved:
+            logger.info(f"the earlier run in {self._folder.name} is now in {moved}")
         self._begin_monitoring()
-        peers = self._distribution.peers
-        peers.last_words = self._write_failure
-        status, reason = "completed", ""
+        if self._prepared.resumes and not self._checkpoints.off:
+            self._checkpoints.begun = self._begin_folder  # one that is refused leaves the earlier run's files alone
+        else:
+            self._begin_folder()
+        peers, status, reason = self._distribution.peers, "completed", ""
         try:
             with peers.seeing_signals(), Signals() as signals:
                 self._fit(signals)
@@ -76,11 +80,8 @@ class Run:
         return self._finish(status, reason)
 
     def _begin_folder(self) -> None:
-        """Writes experiment and environment; an earlier run that is not resumed is renamed."""
+        """Writes experiment and environment."""
         folder = self._folder
-        moved = None if self._prepared.resumes else folder.set_aside()
-        if moved:
-            logger.info(f"the earlier run in {folder.name} is now in {moved}")
         if self._prepared.recovered_accumulate:
             resume.write_accumulate(folder, self._prepared.recovered_accumulate)
         own_work.write_experiment(folder, self._experiment)
@@ -89,6 +90,7 @@ class Run:
         code = user_functions.code_digests(own_work.functions(self._experiment).values())
         folder.write("environment.json", {**recorder_lib.environment(*where), "code": code})
         folder.push()
+        self._distribution.peers.last_words = self._write_failure
 
     def _begin_monitoring(self) -> None:
         distribution, precision = self._distribution, self._experiment.train.precision
