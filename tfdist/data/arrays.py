@@ -31,9 +31,13 @@ _LEAST = 0.1  # least unit of the other sums, per number: what is smaller may be
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrays(Source):
-    """Examples in memory: (x,), (x, y) or (x, y, weight), each a structure of arrays [examples, ...]."""
+    """Examples in memory: (x,), (x, y) or (x, y, weight), each a structure of arrays [examples, ...].
+
+    `exact`: `crc` of the numbers that they were made from, where no machine rounds those; None: of pixels, as they are.
+    """
 
     columns: tuple
+    exact: int | None = None
     size: int = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
@@ -72,10 +76,14 @@ class Arrays(Source):
             columns = [np.asarray(column) for column in keras.tree.flatten(part) if column is not None]
             # Resized images are rounded to integers, a few of them to other ones on other machines.
             rounded = [c.dtype.kind == "f" or (name == "inputs" and c.dtype == np.uint8) for c in columns]
-            digests = [_digest(c, max(1, _COMPARED // len(columns)), r) for c, r in zip(columns, rounded)]
+            count = max(1, _COMPARED // max(1, len(columns)))
+            digests = [_digest(c, count, r) for c, r in zip(columns, rounded)]
             contents[f"checksum of all {name}"] = [checksum for checksum, _ in digests]
             contents[f"a sum over all {name}"] = [1.0, *(number for _, sums in digests for number in sums)]
-        return contents
+            squashed = [_digest(c, count, True, squash=True)[1] for c in columns if c.dtype.kind == "f"]
+            contents[f"a squashed sum over all {name}"] = [1.0, *(number for sums in squashed for number in sums)]
+        pixels = [c for c in keras.tree.flatten(self.columns) if getattr(c, "dtype", None) == np.uint8]
+        return contents | {"checksum of all numbers": crc(pixels) if self.exact is None else self.exact}
 
     def requested_batch(self, batch: int | None, default: int | None = None, steps: int | None = None) -> int | None:
         batch = default if batch is None else batch
@@ -102,7 +110,8 @@ class Arrays(Source):
         return np.bincount(np.reshape(self.columns[1], [-1]), minlength=classes)
 
     def map_targets(self, function) -> Arrays:
-        return Arrays(tuple(c.numpy() if isinstance(c, tf.Tensor) else c for c in function(*self.columns)))
+        columns = function(*self.columns)
+        return Arrays(tuple(c.numpy() if isinstance(c, tf.Tensor) else c for c in columns), self.exact)
 
     def by_number(self, field: str) -> Records:
         table = keras.tree.map_structure(tensor, self.columns)
@@ -120,7 +129,16 @@ class Arrays(Source):
         return self._part(slice(first)), self._part(slice(first, None))
 
     def _part(self, rows: slice) -> Arrays:
-        return Arrays(keras.tree.map_structure(lambda a: a[rows], self.columns))
+        return Arrays(keras.tree.map_structure(lambda a: a[rows], self.columns), self.exact)
+
+
+def crc(rows: Structure, checksum: int = 0) -> int:
+    """Returns a checksum of the bytes of tensors or arrays, which goes on from another."""
+    for tensor in keras.tree.flatten(rows):
+        array = np.asarray(tensor)
+        content = repr(array.tolist()).encode() if array.dtype == object else array.ravel().view(np.uint8).data
+        checksum = zlib.crc32(content, checksum)
+    return checksum
 
 
 def _some_numbers(column: np.ndarray, count: int) -> list[float | str]:
@@ -131,11 +149,12 @@ def _some_numbers(column: np.ndarray, count: int) -> list[float | str]:
     return [float(v) if np.issubdtype(np.asarray(v).dtype, np.number) else str(v)[:40] for v in values]
 
 
-def _digest(column: np.ndarray, count: int, rounded: bool) -> tuple[int, list[float]]:
+def _digest(column: np.ndarray, count: int, rounded: bool, squash: bool = False) -> tuple[int, list[float]]:
     """Returns a checksum of a whole column; if it is `rounded`, at most `count` sums instead, which rounding leaves.
 
     A sum is over the numbers of one feature or a few, with weights of random signs, in units of their norm: so it shows
-    a row among many, and small numbers beside large ones. NaN and infinity count in the checksum.
+    a row among many, and small numbers beside large ones; those of one feature, if large ones are made 1 by `squash`.
+    NaN and infinity count in the checksum.
     """
     width = max(1, math.prod(column.shape[1:]))
     count = count // width * width or count
@@ -143,8 +162,7 @@ def _digest(column: np.ndarray, count: int, rounded: bool) -> tuple[int, list[fl
     generator, rows = np.random.Generator(np.random.Philox(0)), max(1, _PIECE // width)
     for piece in (column[start : start + rows] for start in range(0, len(column), rows)):
         if not rounded:
-            content = repr(piece.tolist()).encode() if piece.dtype == object else piece.tobytes()
-            checksum = zlib.crc32(content, checksum)
+            checksum = crc(piece, checksum)
             continue
         table = np.zeros([-(-piece.size // count), count])
         table.reshape(-1)[: piece.size] = piece.reshape(-1)
@@ -152,6 +170,8 @@ def _digest(column: np.ndarray, count: int, rounded: bool) -> tuple[int, list[fl
         if odd.any():
             checksum = zlib.crc32(odd * (2 + (table > 0) - (table < 0)), checksum)
             table[odd] = 0
+        if squash:
+            table /= 1 + np.abs(table)
         weights = generator.uniform(-1, 1, len(table))
         sums += np.einsum("i,ij->j", weights + np.sign(weights), table)
         squares += np.einsum("ij,ij->j", table, table)
@@ -179,7 +199,7 @@ def in_memory(source: Records) -> Arrays:
         if unreadable := feed.first_unreadable():
             raise UserError(unreadable, "remove it, or write it anew") from None
         raise
-    return Arrays(columns)
+    return Arrays(columns, 0)
 
 
 def size_in_memory(source: Records) -> int:

@@ -83,7 +83,7 @@ class SharedTables:
         """
         arrays: list[np.ndarray] = []
         try:
-            columns = [_numbered(source, arrays) for source in (loaded.train, loaded.eval)]
+            columns = [(_numbered(s, arrays), getattr(s, "exact", None)) for s in (loaded.train, loaded.eval)]
         except TypeError:
             return loaded, None
         if sum(array.nbytes for array in arrays) < SMALLEST:
@@ -138,7 +138,7 @@ def take(note: host_memory.Note) -> Loaded | None:
         np.ndarray(tuple(shape), np.dtype(dtype), memory, place)  # which begins where `arrays.tensor` needs it
         for dtype, shape, place in about["arrays"]
     ]
-    train, evaluation = (Arrays(tuple(_filled(part, arrays) for part in columns)) for columns in about["columns"])
+    train, evaluation = (Arrays(tuple(_filled(p, arrays) for p in parts), exact) for parts, exact in about["columns"])
     return Loaded(train, evaluation, about["examples"], spec_file.made(about["spec"]))
 
 

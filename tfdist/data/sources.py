@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data import python_batches
-from tfdist.data.arrays import Arrays
+from tfdist.data.arrays import Arrays, crc  # noqa: F401
 from tfdist.data.batch_layout import Layout
 from tfdist.data.batches import Batches
 from tfdist.data.protocol import Feed, Source, StaticFeed, one_hot, order, weigh_classes  # noqa: F401

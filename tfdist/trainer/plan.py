@@ -123,7 +123,7 @@ def _all_facts(source: sources.Source) -> dict[str, object]:
     size = sum(getattr(column, "nbytes", 0) for column in keras.tree.flatten(source.specs))
     contents = source.contents() if size <= 1 << 30 else {}
     if isinstance(source, Arrays | Records) and not contents.keys() - {"checksum of all labels"}:
-        some, again = (Arrays(keras.tree.map_structure(np.asarray, source.spread_rows(32))).contents() for _ in "12")
+        some, again = (Arrays(keras.tree.map_structure(np.asarray, source.spread_rows(32)), 0).contents() for _ in "12")
         some = some if some == again else {}  # code of the user's own may draw at random when it reads
         contents |= {f"{name} of some rows": fact for name, fact in some.items()}
     return source.facts() | contents

@@ -12,7 +12,6 @@ import hashlib
 import pathlib
 import time
 import types
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ import tensorflow as tf
 
 from tfdist.config import cpu_kernels, local_files, user_functions
 from tfdist.config.messages import logger
+from tfdist.data.arrays import crc
 from tfdist.data.protocol import Source
 from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
@@ -407,14 +407,6 @@ def _without_zero_weights(model: keras.Model) -> Iterator[None]:
         yield
     finally:
         before.put_back()
-
-
-def crc(rows: Structure, checksum: int = 0) -> int:
-    """Returns a checksum of the bytes of tensors, which goes on from another."""
-    for tensor in keras.tree.flatten(rows):
-        array = np.asarray(tensor)
-        checksum = zlib.crc32(repr(array.tolist()).encode() if array.dtype == object else array.tobytes(), checksum)
-    return checksum
 
 
 def _inconclusive_reason(probe: EquivalenceProbe, outcome: _Outcome) -> str:

@@ -7,6 +7,7 @@ from support.refusals import refused
 from support.source_columns import check_order, columns_of
 
 import tfdist
+from tfdist.cluster.peers import differing_facts
 from tfdist.data.sources import Arrays, Records
 
 RNG = np.random.default_rng(0)
@@ -66,6 +67,11 @@ def test_names_weights_and_slices(tmp_path):
     np.testing.assert_array_equal(columns_of(data.train)[0], np.concatenate([X[:5], X[32:]]))
     assert data.train.name(4) == "example 4 of train_images.npy"
     assert data.train.name(5) == "example 2 of val_images.npy"
+
+
+def test_no_number_of_a_file_is_taken_for_rounding(tmp_path):
+    of = lambda n: tfdist.load_data(npz(tmp_path / "a.npz", x=np.full(50, n), y=Y[:, 0]), **FLAT).train.contents()
+    assert [name for name, *_ in differing_facts(of(1.0), of(1.000001))] == ["checksum of all numbers"]
 
 
 @pytest.mark.parametrize("weight, told", [(-0.5, "-0.5"), (np.nan, "nan"), (np.inf, "inf"), (1e300, "inf")])

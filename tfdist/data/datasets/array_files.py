@@ -16,7 +16,7 @@ import numpy as np
 from tfdist.config.field_syntax import Options
 from tfdist.data.datasets import examples
 from tfdist.data.loaded import Loaded
-from tfdist.data.sources import Arrays, Records
+from tfdist.data.sources import Arrays, Records, crc
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError, one_line
 
@@ -65,7 +65,8 @@ def load(path: str, splits: Mapping[str, str], options: Options, fits: Callable[
             name = x.namer(lambda source, row: f"example {row} of {source[0]}.npy")
             sources.append(examples.records(read, lambda x: x, table, name))
         else:
-            sources.append(Arrays((_joined(split["x"]).astype(dtype).reshape(-1, *shape), *table)))
+            columns = _joined(split["x"]).astype(dtype).reshape(-1, *shape), *table
+            sources.append(Arrays(columns, crc(columns)))
     maximum = 255.0 if dtype == np.uint8 else _maximum(train["x"], what)
     return Loaded(sources[0], sources[1], len(tables[0][0]), Spec(shape, dtype.name, classes, maximum))
 

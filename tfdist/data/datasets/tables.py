@@ -20,7 +20,7 @@ from tfdist.data.datasets import csv_reader, parquet_reader
 from tfdist.data.datasets.csv_reader import Table
 from tfdist.data.datasets.examples import check_options, first_few, select_split, split_names
 from tfdist.data.loaded import Loaded
-from tfdist.data.sources import Arrays, order
+from tfdist.data.sources import Arrays, crc, order
 from tfdist.data.spec import Column, Spec
 from tfdist.errors import UserError
 
@@ -188,7 +188,8 @@ def prepare(path: str, options: Options, splits: tuple[str, str], skip: bool = F
     train, evaluation = cut("data.train_split", splits[0]), cut("data.eval_split", splits[1])
     columns = tuple(_described(train, name) for name in inputs)
     target, classes = _target(train, chosen)
-    made = [Arrays((encode(t, columns), encode_target(t, target, classes))) for t in (train, evaluation)]
+    encoded = lambda table: (encode(table, columns), encode_target(table, target, classes))
+    made = [Arrays(encoded(table), crc(list(table.numbers.values()))) for table in (train, evaluation)]
     classified = target.vocabulary if classes else ()
     spec = Spec((len(columns),), "float32", classes, 1.0, classified, columns, target)
     return Loaded(made[0], made[1], made[0].size, spec, evaluation.rows)

@@ -241,7 +241,7 @@ def _source(
         return in_memory(source) if fits and fixed else source
     if fits and fixed:
         table = builder.as_dataset(split=split, batch_size=-1, as_supervised=True, shuffle_files=False)
-        return Arrays(tuple(tfds.as_numpy(table)))
+        return Arrays(tuple(tfds.as_numpy(table)), 0)
     batch = getattr(experiment, use).batch_size
     decoders, decode = _undecoded(info.features, keys, inputs, data.resize)
     stream = builder.as_dataset(split=split, as_supervised=True, shuffle_files=False, decoders=decoders)
