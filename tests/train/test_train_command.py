@@ -98,6 +98,26 @@ def test_configs_run(name, run, tmp_path):
     assert result(tmp_path / "out")["status"] == "completed"
 
 
+def test_a_resume_on_a_renamed_table_is_refused_and_writes_nothing(run, tmp_path):
+    """Predictions got the new names, and rows in the old words others."""
+    rows = "a,town,y\n" + "".join(f"{i % 9},{'uvw'[i % 3]},{('cat', 'dog')[i % 2]}\n" for i in range(99))
+    flags = ["--config=table_mlp", "--config.data.name=csv:t.csv", "--config.data.options=target=y", "--workdir=w"]
+    flags += ["--config.data.train_split=train[:80]", "--config.data.eval_split=train[80:]", "--config.train.epochs=1"]
+    (tmp_path / "t.csv").write_text(rows)
+    done = run("tfdist.train", *flags)
+    assert done.returncode == 0, done.stderr
+    described = (tmp_path / "w" / "data.json").read_bytes()
+    for old, new, told in (
+        ("cat", "cow", "names of classes is ['cat', 'dog'] there and ['cow', 'dog'] here"),
+        ("v", "x", "(column 'town' is 'v' there and 'w' here"),
+        ("a,", "b,", "(columns is ['a', 'town', 'y'] there and ['b', 'town', 'y'] here)"),
+    ):
+        (tmp_path / "t.csv").write_text(rows.replace(old, new))
+        done = run("tfdist.train", *flags, "--resume=require")
+        assert done.returncode == 2 and told in done.stderr, done.stderr
+    assert (tmp_path / "w" / "data.json").read_bytes() == described
+
+
 def test_flagfiles_hold_environment_flags_only(run):
     for file in (REPOSITORY / "flags").glob("*.flags"):
         names = [line.split("=")[0] for line in file.read_text().splitlines() if line.startswith("--")]

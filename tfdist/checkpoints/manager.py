@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tfdist.checkpoints import bucket_folder, files, training_run, training_state
-from tfdist.checkpoints.resume import MODEL_FILE, LoadedCheckpoint, Position, choose, load
+from tfdist.checkpoints.resume import LoadedCheckpoint, Position, choose, load
 from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.config import buckets, schedule
 from tfdist.config.messages import logger
@@ -38,8 +38,7 @@ class Checkpoints:
       changed: resume though experiment, batch or data have changed; only at the end of an epoch.
       experiment: fields of the experiment, kept in each checkpoint and compared on resume.
       data_sha256: digest of what the model was built for (`spec_file.digest`), kept in each checkpoint.
-      model_sha256: digest of the file that the model was built from, if any; kept and compared likewise.
-      code: digests of the user's code (`user_functions.code_digests`), likewise.
+      facts: of the description of the data, the user's code and the model's file, kept and compared on resume.
       storage: what stands behind the folder, if that is a copy made by the caller.
     """
 
@@ -55,8 +54,7 @@ class Checkpoints:
         changed: bool = False,
         experiment: Mapping[str, str] | None = None,
         data_sha256: str = "",
-        model_sha256: str = "",
-        code: Mapping[str, str] | None = None,
+        facts: Mapping[str, object] | None = None,
         storage: files.Disk | None = None,
     ):
         buckets.check("folder", os.fspath(folder))  # before it is a path, which takes gs:// for gs:/
@@ -68,8 +66,7 @@ class Checkpoints:
         self._keep, self._storage = keep, storage or kept_at
         self._name = self._storage.shown(self.folder)
         self._every, self._asynchronous, self._resume, self._changed = every, asynchronous, resume, changed
-        self._experiment, self._data_sha256 = dict(experiment or {}), data_sha256
-        self._model_facts = {**({MODEL_FILE: model_sha256} if model_sha256 else {}), **(code or {})}
+        self._experiment, self._data_sha256, self._given = dict(experiment or {}), data_sha256, dict(facts or {})
         self.off = every == "off"
         self.begun: Callable[[], None] = lambda: None  # called once nothing of the run to resume is refused any more
         self.resumed_from: int | None = None  # update
@@ -146,8 +143,7 @@ class Checkpoints:
     def _facts(self, run: TrainingRun) -> dict[str, object]:
         """Returns what is compared on resume besides the experiment: the data's content, which may change its form."""
         form = ("kind", "examples", "elements", "batches")
-        facts = {n: fact for n, fact in run.facts.items() if n.removesuffix(" of the validation") not in form}
-        return facts | self._model_facts
+        return self._given | {n: f for n, f in run.facts.items() if n.removesuffix(" of the validation") not in form}
 
     def _restore(self, run: TrainingRun, checkpoint: LoadedCheckpoint | None) -> Position | None:
         position, best = training_run.restore(run, checkpoint, self._experiment)

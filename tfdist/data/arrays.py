@@ -76,11 +76,11 @@ class Arrays(Source):
             columns = [np.asarray(column) for column in keras.tree.flatten(part) if column is not None]
             # Resized images are rounded to integers, a few of them to other ones on other machines.
             rounded = [c.dtype.kind == "f" or (name == "inputs" and c.dtype == np.uint8) for c in columns]
-            count = max(1, _COMPARED // max(1, len(columns)))
-            digests = [_digest(c, count, r) for c, r in zip(columns, rounded)]
+            digests = [_digest(c, max(1, _COMPARED // len(columns)), r) for c, r in zip(columns, rounded)]
             contents[f"checksum of all {name}"] = [checksum for checksum, _ in digests]
             contents[f"a sum over all {name}"] = [1.0, *(number for _, sums in digests for number in sums)]
-            squashed = [_digest(c, count, True, squash=True)[1] for c in columns if c.dtype.kind == "f"]
+            floats = [c for c in columns if c.dtype.kind == "f"]
+            squashed = [_digest(c, max(1, _COMPARED // len(columns)), True, squash=True)[1] for c in floats]
             contents[f"a squashed sum over all {name}"] = [1.0, *(number for sums in squashed for number in sums)]
         pixels = [c for c in keras.tree.flatten(self.columns) if getattr(c, "dtype", None) == np.uint8]
         return contents | {"checksum of all numbers": crc(pixels) if self.exact is None else self.exact}

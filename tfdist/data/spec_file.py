@@ -72,6 +72,13 @@ def digest(spec: Spec) -> str:
     return hashlib.sha256(json.dumps(_sparse(spec), sort_keys=True).encode()).hexdigest()
 
 
+def facts(spec: Spec) -> dict[str, object]:
+    """Returns what workers, and a run and its resume, must have alike of a description: statistics to rounding."""
+    columns = (*spec.columns, *filter(None, [spec.target]))
+    named = {f"column {c.name!r}": [c.kind, c.mean, c.std, *map(repr, c.vocabulary)] for c in columns}
+    return {"names of classes": list(spec.names), "columns": [c.name for c in columns], **named}
+
+
 def _sparse(value: object) -> Json:
     if not dataclasses.is_dataclass(value):
         return [_sparse(v) for v in value] if isinstance(value, tuple) else _plain(value)

@@ -88,6 +88,8 @@ def prepare(
             "number of replicas, and only --check_agreement=on compares them"
         )
     model_file = experiment.model.name if experiment.model.name.endswith(config.FILE) else ""
+    sha256 = files.checksum(pathlib.Path(model_file).expanduser())["sha256"] if model_file else ""
+    code = user_functions.code_digests(own_work.functions(experiment).values())
     checkpoints = manager.Checkpoints(
         folder.checkpoints,
         every=experiment.checkpoint.every,
@@ -98,8 +100,7 @@ def prepare(
         changed=environment.resume_changed,
         experiment=config.flat(experiment),
         data_sha256=spec_file.digest(data.spec),
-        model_sha256=files.checksum(pathlib.Path(model_file).expanduser())["sha256"] if model_file else "",
-        code=user_functions.code_digests(own_work.functions(experiment).values()),
+        facts={**spec_file.facts(data.spec), **code, **({resume.MODEL_FILE: sha256} if sha256 else {})},
         storage=folder.storage,
     )
     return Preparation(

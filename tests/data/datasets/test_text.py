@@ -91,6 +91,13 @@ def test_a_file_that_shrinks_is_no_zeros(folder):
         columns_of(source)
 
 
+def test_a_changed_byte_of_a_file_that_is_streamed_shows(folder):
+    contents = lambda: text.load(str(folder), {"f": "train", "e": "train"}, 0, 5).train.contents()
+    before = contents()
+    (folder / "b.txt").write_bytes((folder / "b.txt").read_bytes()[:-1] + b"?")
+    assert before.keys() == contents().keys() and before != contents()
+
+
 def test_an_experiment_on_text(folder):
     e = config.Experiment()
     e.data = config.Data(name=f"text:{folder}", options="length=5", train_split="train[:5]", eval_split="train[5:]")

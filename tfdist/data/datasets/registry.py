@@ -5,7 +5,6 @@ import dataclasses
 import inspect
 import math
 import os
-import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -15,7 +14,7 @@ from tfdist import config
 from tfdist.cluster.peers import Peers
 from tfdist.config import buckets, field_syntax, user_functions, validation
 from tfdist.config.keywords import checked_keywords
-from tfdist.data import image_decoding, python_examples
+from tfdist.data import image_decoding, python_examples, spec_file
 from tfdist.data import loaded as loaded_lib
 from tfdist.data.arrays import Arrays, in_memory, size_in_memory
 from tfdist.data.augmentation import ops
@@ -60,13 +59,7 @@ def load_together(peers: Peers, data: config.Data, load: Callable[[], Loaded]) -
 def facts(loaded: Loaded) -> dict[str, object]:
     """Returns `Source.facts` of the training split, with what the model is built for."""
     spec = loaded.spec
-    known = [spec.names, [(c.name, c.kind, c.vocabulary) for c in (*spec.columns, *filter(None, [spec.target]))]]
-    return {
-        **loaded.train.facts(),
-        "shape": list(spec.shape),
-        "classes": spec.classes,
-        "checksum of names": zlib.crc32(repr(known).encode()),
-    }
+    return {**loaded.train.facts(), "shape": list(spec.shape), "classes": spec.classes, **spec_file.facts(spec)}
 
 
 @checked_keywords

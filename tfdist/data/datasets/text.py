@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.config import field_syntax
 from tfdist.data.datasets.examples import Parts, cut_splits
 from tfdist.data.loaded import Loaded
-from tfdist.data.sources import Arrays, Records
+from tfdist.data.sources import Arrays, Records, crc
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 
@@ -117,7 +117,11 @@ def load(path: str, splits: dict[str, str], memory: float, length: int = LENGTH)
                 sources.append(Arrays((windows[:, :-1], windows[:, 1:])))
             else:
                 read = parts.reader(Packed.read, np.uint8, (length + 1,))
-                sources.append(Records(len(parts), read, lambda window, seed: pairs(window), name="window {}".format))
+                whole, of = [np.memmap(p, mode="r") for files, _ in selected for p in files.paths], "window {}".format
+                known: dict[str, object] = {}
+                if sum(map(len, whole)) <= 1 << 30:
+                    known["checksum of all files"] = crc(whole)
+                sources.append(Records(len(parts), read, lambda w, seed: pairs(w), name=of, stored=known.copy))
     except OSError as error:
         where = f"{error.filename} cannot be read: {error.strerror}" if error.filename else error
         raise UserError(where, "correct or remove it") from None
