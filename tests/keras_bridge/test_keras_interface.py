@@ -203,6 +203,11 @@ def test_only_callbacks_that_look_at_batches_cost_calls(callback, looks):
     assert needs_every_batch(callback) is looks
 
 
+def test_hooks_patched_into_keras_look_at_batches(monkeypatch):
+    monkeypatch.setattr(keras.callbacks.Callback, "on_train_batch_end", lambda self, batch, logs=None: None)
+    assert needs_every_batch(keras.callbacks.EarlyStopping())
+
+
 class Hooked(tfdist.Callback):
     """Notes what it is told, and wants calls of three updates at most."""
 

@@ -1,5 +1,7 @@
 """What users replace in a model or an optimizer by a method of their own is as in Keras, or refused in one line."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -35,14 +37,56 @@ class Doubles(keras.optimizers.SGD):
         return super().apply_gradients([(2.0 * g, v) for g, v in grads_and_vars])
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_apply_gradients_of_an_optimizer(connect, replicas):
-    """Keras' fit calls it, and not `apply`."""
-    model = made(connect(replicas), lambda: Doubles(0.1))
-    fit(model, connect(replicas))
-    judge = made(connect(1), lambda: Doubles(0.1))
-    judge.fit(*data(), **FIT)
+LOGS = lambda theirs: lambda *given: {**theirs(*given), "one": tf.constant(1.0)}
+TRIPLES = lambda theirs: lambda *given, **options: 3.0 * theirs(*given, **options)
+FASTER = lambda theirs: lambda *given: theirs(*given[:-1], 3.0 * given[-1])
+SIGNS = lambda theirs: lambda *given: theirs(*given[:-2], [tf.sign(g) for g in given[-2]], given[-1])
+
+
+@pytest.mark.parametrize("path, make", [
+    ("model.train_step", LOGS), ("model.test_step", LOGS), ("model.predict_step", TRIPLES),
+    ("model.compute_loss", TRIPLES), ("model.optimizer.apply", SIGNS), ("model.optimizer.update_step", FASTER),
+    ("keras.Model.train_step", LOGS), ("keras.Model.compute_loss", TRIPLES), ("keras.optimizers.SGD.apply", SIGNS),
+])  # fmt: skip
+def test_methods_set_on_an_object_or_patched_into_keras(connect, path, make):
+    (root, *between, name), results = path.split("."), []
+    for of, options in (keras.Model, {}), (tfdist, {"distribution": connect(2)}):
+        model = made(options.get("distribution", connect(1)), metrics=())
+        owner = functools.reduce(getattr, between, {"model": model, "keras": keras}[root])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, make(getattr(owner, name)))
+            logs = of.fit(model, *data(), **FIT, **options).history, of.evaluate(model, *data(), verbose=0, **options)
+            outputs = of.predict(model, data()[0], verbose=0, **options)
+        results.append(keras.tree.flatten([logs, outputs, model.get_weights()]))
+    all_same(*results, rtol=1e-5, atol=1e-6)
+
+
+class TrainsTheLast(keras.Model):
+    trainable_weights = property(lambda self: self.layers[-1].trainable_weights)
+
+
+class BuildsLate(keras.Model):
+    def __init__(self, x, y):
+        super().__init__()
+        self.nets = [keras.Sequential([L.Dense(4), L.Dense(2)]), keras.Sequential([L.Dense(2)])]
+
+    def train_step(self, data):
+        pairs = []
+        for net in self.nets:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(data[1] - net(data[0])))
+            nested = [layer.trainable_weights for layer in net.layers]
+            pairs += zip(keras.tree.flatten(tape.gradient(loss, nested)), keras.tree.flatten(nested))
+        self.optimizer.apply_gradients(pairs)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("optimizer, kind", [(Doubles, keras.Model), ("sgd", TrainsTheLast), ("sgd", BuildsLate)])
+def test_subclasses_that_update_by_themselves(connect, caplog, optimizer, kind):
+    model, judge = (made(connect(replicas), optimizer, kind, ()) for replicas in (2, 1))
+    np.testing.assert_allclose(fit(model, connect(2))["loss"], judge.fit(*data(), **FIT).history["loss"], rtol=1e-5)
     all_same(model.get_weights(), judge.get_weights(), rtol=1e-5, atol=1e-6)
+    assert "no trainable weights" not in caplog.text
 
 
 class Ends(keras.optimizers.Adam):
@@ -53,6 +97,9 @@ class Ends(keras.optimizers.Adam):
 class Scales(keras.optimizers.Adam):
     def scale_loss(self, loss):
         return 2.0 * loss
+
+
+replaced = lambda: (o := keras.optimizers.SGD(), setattr(o, "apply", SIGNS(o.apply)))[0]
 
 
 class KeepsMetrics(keras.Model):
@@ -77,6 +124,7 @@ class Logs(keras.Model):
         (Ends, Logs, "^optimizer Ends has its own finalize_variable_values, which tfdist does not call: leave it out"),
         (Scales, keras.Model, "^optimizer Scales has its own scale_loss, which tfdist does not call: leave it out"),
         ("sgd", KeepsMetrics, "^KeepsMetrics has its own reset_metrics, which tfdist does not call: leave it out"),
+        (replaced, Logs, "^Logs has its own compute_metrics, and apply of optimizer 'sgd.*' is replaced: override"),
         ("sgd", MakesItsOwn, "^MakesItsOwn has its own make_train_function, which tfdist does not call: leave it out"),
     ],
 )

@@ -7,6 +7,7 @@ new version has moved it and what that would break, and checks that these names 
 import collections
 import contextlib
 import functools
+import inspect
 import operator
 import threading
 import types
@@ -70,6 +71,12 @@ def replaced(name: str, values: Sequence[tuple[Any, object]]) -> Iterator[None]:
             del vars(owner)[name]
         for owner, value in before:
             vars(owner)[name] = value
+
+
+def is_theirs(owner: object, name: str) -> bool:
+    """Returns whether a method or property is Keras' code, by its globals, which decorators that pose as it lack."""
+    own = inspect.getattr_static(owner, name)
+    return getattr(getattr(own, "fget", own), "__globals__", {}).get("__name__", "").startswith(("keras.", "tfdist."))
 
 
 # Layers and models.
@@ -468,6 +475,8 @@ accumulators = operator.attrgetter("_accumulated_gradients")
 """An optimizer's sums of gradients, one for each variable, which `optimizer.variables` has without a name."""
 adam_slots = operator.attrgetter("_momentums", "_velocities")
 """The first and the second moments of Adam, one for each variable, which `optimizer.variables` has without a name."""
+UPDATING = ("apply_gradients", "apply", "update_step", "assign", "assign_sub", "_clip_gradients", "_apply_weight_decay")
+"""Methods of optimizers that make an update, in place of which users may set their own, also of the private ones."""
 optimized_variables = operator.attrgetter("_trainable_variables")
 """The weights that an optimizer was built for; in public it tells only its own variables."""
 
@@ -793,25 +802,15 @@ def another_function(graph: tf.Graph) -> bool:
 
 
 def scaled_gradients(factor: tf.Tensor) -> AbstractContextManager[None]:
-    """Multiplies, within it, what `tf.GradientTape.gradient` returns to code of the user's own."""
+    """Multiplies, within it, what `tf.GradientTape.gradient` and `tf.gradients` return to code of the user's own."""
 
     def scaled(gradient: tf.Tensor | tf.IndexedSlices | None) -> tf.Tensor | tf.IndexedSlices | None:
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(scaled(gradient.values), gradient.indices, gradient.dense_shape)
         return None if gradient is None else gradient * tf.cast(factor, gradient.dtype)
 
-    def make(theirs: Callable) -> Callable:
-        def gradient(self: tf.GradientTape, *args: Any, **kwargs: Any) -> Any:
-            gradients = theirs(self, *args, **kwargs)
-            if isinstance(gradients, list | tuple):
-                return type(gradients)(map(scaled, gradients))
-            if isinstance(gradients, dict):
-                return {name: scaled(value) for name, value in gradients.items()}
-            return scaled(gradients)
-
-        return gradient
-
-    return patched((tf.GradientTape, "gradient", make))
+    make = lambda theirs: lambda *args, **kwargs: tf.nest.map_structure(scaled, theirs(*args, **kwargs))
+    return patched((tf.GradientTape, "gradient", make), (tf, "gradients", make))
 
 
 _IN_FLOAT32 = (

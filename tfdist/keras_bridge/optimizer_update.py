@@ -36,16 +36,17 @@ def _overflowed(gradient: tf.Tensor | None) -> tf.Tensor | None:
 
 
 def is_fused(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Returns whether updates are TensorFlow's fused ops; exact classes only: a subclass may compute something else."""
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    return type(optimizer) in FUSED and not getattr(optimizer, "amsgrad", False)
+    """Returns whether updates are TensorFlow's fused ops; exact classes only: others may compute something else."""
+    inner = inner_optimizer(optimizer)
+    as_made = all(keras_internals.is_theirs(o, name) for o in (optimizer, inner) for name in keras_internals.UPDATING)
+    return as_made and type(inner) in FUSED and not getattr(inner, "amsgrad", False)
 
 
 def check_methods(optimizer: keras.optimizers.Optimizer, names: Sequence[str]) -> None:
     """Raises UserError if an optimizer has a method of its own, of these names, in whose place tfdist acts."""
     for asked in (optimizer, *keras_internals.updating(optimizer)):
         for name in names:
-            if not getattr(type(asked), name).__module__.startswith("keras."):
+            if not keras_internals.is_theirs(asked, name):
                 what = f"optimizer {type(asked).__name__} has its own {name}, which tfdist does not call"
                 raise UserError(what, "leave it out, and do what it does in update_step or in a callback")
 

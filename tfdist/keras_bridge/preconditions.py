@@ -1,6 +1,7 @@
 """What `fit`, `evaluate` and `predict` refuse, before anything is compiled."""
 
 import contextlib
+import inspect
 import numbers
 import re
 import warnings
@@ -17,10 +18,8 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals
 
-TRAINING = ("train_step", "compute_loss", "compute_metrics", "get_metrics_result")
-"""Methods that decide what an update does."""
-EVALUATION = ("test_step", "compute_loss", "compute_metrics", "get_metrics_result")
-"""Methods that decide what is measured."""
+EVALUATION = ("test_step", "compute_loss", "compute_metrics", "get_metrics_result")  # what decides what is measured
+TRAINING = ("train_step", *EVALUATION[1:], "trainable_weights", "trainable_variables")  # and what an update does
 PREDICTION = ("predict_step",)  # the method that decides what is predicted
 UNUSED = ("make_train_function", "make_test_function", "make_predict_function", "reset_metrics")
 """Methods in whose place tfdist does something else."""
@@ -34,11 +33,9 @@ PADDED = (
 
 
 def replaced(model: keras.Model, methods: tuple[str, ...]) -> str:
-    """Returns the first of these methods of Keras that the model's class has of its own, or an empty string."""
-    for name in methods:
-        if getattr(type(model), name) is not getattr(keras.Model, name):
-            return name
-    return ""
+    """Returns the first of these methods that the model, its class or a patch of Keras has of its own, or ""."""
+    overridden = lambda name: inspect.getattr_static(model, name) is not getattr(keras.Model, name)
+    return next((name for name in methods if overridden(name) or not keras_internals.is_theirs(model, name)), "")
 
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
@@ -113,12 +110,22 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, 
     if not model.compiled:
         raise UserError("the model is not compiled", "call model.compile(optimizer, loss) first")
     not_of_horovod("optimizer", optimizers(model))
+    for optimizer in optimizers(model) if (own := replaced(model, TRAINING)) else ():
+        classes = [base for base in type(optimizer).__mro__ if base.__module__.startswith("keras.")]
+        if any("apply" in vars(o) and not keras_internals.is_theirs(o, "apply") for o in (optimizer, *classes)):
+            what = f"{type(model).__name__} has its own {own}, and apply of optimizer {optimizer.name!r} is replaced"
+            raise UserError(what, "override apply in a subclass of the optimizer, where tfdist can sum the gradients")
     factors = keras_internals.compiled_with(model)[1]
     if any(not isinstance(factor, numbers.Number | None) for factor in keras.tree.flatten(factors)):
         what = f"loss_weights, the third argument of compile(), must be numbers, got {one_line(factors, 100)}"
         raise UserError(what, "give metrics by name: compile(optimizer, loss, metrics=[...])")
     layers = keras_internals.flat_layers(model)
     for layer in layers:
+        if layer.compute_dtype in distribution.lacks:
+            raise UserError(
+                f"layer {layer.name!r} computes in {layer.compute_dtype}, which --strategy={distribution.name} cannot",
+                "use mixed_bfloat16 or float32 (train.precision)",
+            )
         mode = keras_internals.remat_mode(layer)
         if mode not in ("", "activations"):  # which recomputes activation functions alone
             raise UserError(
@@ -131,12 +138,6 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, 
             "the model was compiled with run_eagerly=True, which is for looking at one process: debug it with "
             "--strategy=default or mirrored, or leave run_eagerly out"
         )
-    for layer in layers:
-        if layer.compute_dtype in distribution.lacks:
-            raise UserError(
-                f"layer {layer.name!r} computes in {layer.compute_dtype}, which --strategy={distribution.name} cannot",
-                "use mixed_bfloat16 or float32 (train.precision)",
-            )
     regularized = [layer.name for layer in layers if layer.activity_regularizer is not None]
     if regularized and parts > 1 and not activity_is_a_mean():
         raise UserError(

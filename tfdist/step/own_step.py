@@ -98,8 +98,8 @@ def _logged(part: _Part, method: str, data: Structure) -> object:
     kept with tensors of the first trace, in which replicas cannot exchange anything.
     """
     model = part.replica.model
-    step = inspect.getattr_static(type(model), method)
-    decorated = isinstance(step, tf.types.experimental.PolymorphicFunction)
+    step = inspect.getattr_static(model, method)
+    decorated = isinstance(step, tf.types.experimental.PolymorphicFunction) and method not in vars(model)
     call = functools.partial(step.python_function, model) if decorated else getattr(model, method)
     name = f"{method} of {type(model).__name__}"
     try:
@@ -125,6 +125,14 @@ def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
     """Lets the optimizers create their variables: which ones each updates is known only while the step is traced."""
     distribution, leaves = replica.distribution, keras.tree.flatten(data)
     number = int(leaves[0].shape[0])
+
+    # Layers create their weights when called, which replicas cannot while they are traced. What follows may fail here.
+    left, unbuilt = 0, lambda: sum(not layer.built for layer in keras_internals.flat_layers(replica.model, False))
+    while distribution.replicas > 1 and unbuilt() not in (0, left):
+        left = unbuilt()
+        idle = keras_internals.optimizer_updates(lambda *_: None)
+        with distribution.scope(), keras.StatelessScope(), idle, contextlib.suppress(Exception):
+            tf.function(replica.model.train_step, autograph=False).get_concrete_function(replica.as_keras_gives(data))
 
     def one(leaves: list[tf.Tensor]) -> tf.Tensor:
         data_of_one = keras.tree.pack_sequence_as(data, leaves)

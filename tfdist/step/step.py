@@ -110,11 +110,11 @@ class Step:
 
     def prepare_training(self) -> None:
         """Creates what only an update of the model's own creates: the variables of its optimizers."""
-        if not self.model.trainable_variables:  # Keras goes on there, too
-            logger.info("WARNING: the model has no trainable weights: no update changes it")
         if self.own_steps["train"] and self.sample_rows is not None:
             with self.distribution.peers.during("call"):
                 own_step.prepare(self.replica, self.sample_rows)
+        if not self.model.trainable_variables:  # Keras goes on there, too
+            logger.info("WARNING: the model has no trainable weights: no update changes it")
 
     def check_batches(self, kind: str, layout: Layout, counts: Iterable[int]) -> None:
         """Refuses what cannot be computed of batches of these sizes, before the first of them is compiled."""

@@ -191,8 +191,8 @@ def needs_every_batch(callback: keras.callbacks.Callback, kind: str = "train") -
                 return False
     if isinstance(callback, Callback) and callback.takes_many_updates:
         return False
-    base, hooks = keras.callbacks.Callback, _BATCH_HOOKS[kind]
-    return any(getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook) for hook in hooks)
+    own = lambda hook: getattr(getattr(callback, hook), "__func__", None) is not getattr(keras.callbacks.Callback, hook)
+    return any(own(one) or not keras_internals.is_theirs(keras.callbacks.Callback, one) for one in _BATCH_HOOKS[kind])
 
 
 def any_needs_every_batch(callbacks: keras.callbacks.CallbackList, distribution: Distribution, kind: str) -> bool:
