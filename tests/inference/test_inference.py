@@ -29,6 +29,7 @@ from support.refusals import refused
 import tfdist
 from tfdist import config
 from tfdist.checkpoints import training_state
+from tfdist.config import user_functions
 from tfdist.data import spec_file
 from tfdist.data.augmentation import ops
 from tfdist.doctor import checkpoints as doctor
@@ -255,10 +256,15 @@ def test_runs_that_cannot_be_used(spoil, checkpoint, message, copy):
 
 
 def test_functions_that_have_changed_since_the_training_are_refused(run, tmp_path, monkeypatch):
+    """The function's own file, and what that imports: a constant, and a module that is imported only as it runs."""
     text = (
-        "import keras\ndef model(spec):\n    k = keras.layers\n    return keras.Sequential([keras.Input(spec.shape), "
+        "import keras\nfrom parts import UNITS\ndef model(spec):\n    import late.kind\n    k = keras.layers\n"
+        "    layers = [k.Flatten(), k.Dense(UNITS, late.kind.KIND), k.Dense(10)]\n"
+        "    return keras.Sequential([keras.Input(spec.shape), *layers])\n"
     )
-    text += "k.Flatten(), k.Dense(9, 'relu'), k.Dense(10)])\n"
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late" / "kind.py").write_text("KIND = 'relu'\n")
+    (tmp_path / "parts.py").write_text("UNITS = 9\n")
     (tmp_path / "mine.py").write_text(text)
     flags = ["--config.model.name=mine:model", "--config.train.epochs=1", "--config.optimizer.warmup=0%", "--workdir=w"]
     done = run("tfdist.train", "--config=digits_mlp", "--config.model.options=", *flags)
@@ -266,7 +272,13 @@ def test_functions_that_have_changed_since_the_training_are_refused(run, tmp_pat
     (tmp_path / "mine.py").write_text("# of mine\n" + text)
     done = run("tfdist.evaluate", "--workdir=w")
     assert done.returncode == 0, done.stderr
-    (tmp_path / "mine.py").write_text(text.replace("relu", "tanh"))
+    for file, was, now in (("parts.py", "9", "8"), ("late/kind.py", "relu", "tanh")):
+        content = (tmp_path / file).read_text()
+        (tmp_path / file).write_text(content.replace(was, now))
+        done = run("tfdist.evaluate", "--workdir=w")
+        assert done.returncode == 2 and f"the code of {file} has changed since" in done.stderr, done.stderr
+        (tmp_path / file).write_text(content)
+    (tmp_path / "mine.py").write_text(text.replace("k.Flatten()", "k.Flatten(), k.Activation('tanh')"))
     files = {path: path.read_bytes() for path in (tmp_path / "w").glob("*.*")}
     done = run("tfdist.train", "--config=digits_mlp", "--config.model.options=", *flags, "--resume=require")
     assert done.returncode == 2 and "another experiment (the code of mine.py has changed)" in done.stderr, done.stderr
@@ -277,6 +289,10 @@ def test_functions_that_have_changed_since_the_training_are_refused(run, tmp_pat
             done.stderr
         )
     assert run("tfdist.evaluate", "--workdir=w", "--trust_code").returncode == 0
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path / "late")  # names do not depend on the working folder, or nothing would be compared
+    found = user_functions.code_digests(["mine:model"])
+    assert [*found] == [f"{user_functions.CODE} {name}" for name in ("late/kind.py", "mine.py", "parts.py")]
 
 
 def digit_changed(folder, name, before, after):

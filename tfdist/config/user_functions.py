@@ -3,7 +3,7 @@
 import ast
 import functools
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import os
 import pathlib
@@ -66,24 +66,49 @@ def is_users(file: str) -> bool:
     return not installed and not any(path.is_relative_to(folder) for folder in _FOLDERS)
 
 
-def loaded_files(modules: Iterable[str]) -> list[pathlib.Path]:
-    """Returns the files of the user's code among these modules, and the modules that those import from."""
-    pending, paths = [*modules], dict[pathlib.Path, None]()
+def loaded_files(modules: Iterable[str]) -> dict[pathlib.Path, str]:
+    """Returns the files of the user's code among these modules and what they import, and where each is imported from.
+
+    What is imported within a function counts, too, whether or not it has been.
+    """
+    pending, paths = [*modules], dict[pathlib.Path, str]()
     while pending:
-        module = sys.modules.get(pending.pop())
-        path = pathlib.Path(str(getattr(module, "__file__", None))).resolve()
-        if path.suffix == ".py" and path not in paths and is_users(str(path)) and path.is_file():
-            paths[path] = None
-            named = [v.__name__ if isinstance(v, types.ModuleType) else v for v in vars(module).values()]
-            pending += [str(v if isinstance(v, str) else getattr(v, "__module__", "")) for v in named]
-    return sorted(paths)
+        name = str(pending.pop())
+        path, package = _file(name), name.rpartition(".")[0]
+        pending += [package] * bool(package)
+        if path.suffix != ".py" or path in paths or not is_users(str(path)) or not path.is_file():
+            continue
+        package = name if path.stem == "__init__" else package
+        paths[path] = "/".join([*filter(None, package.split(".")), path.name])
+        values = getattr(sys.modules.get(name), "__dict__", {}).values()  # of modules that are imported by their names
+        pending += [getattr(v, "__name__" if isinstance(v, types.ModuleType) else "__module__", "") for v in values]
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.ImportFrom) and (package or not node.level):
+                base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                pending += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                pending += [alias.name for alias in node.names]
+    return dict(sorted(paths.items()))
+
+
+def _file(name: str) -> pathlib.Path:
+    """Returns the file of a module, which need not have been imported; no file of what is of no use here."""
+    module, top = sys.modules.get(name), name.partition(".")[0]
+    try:
+        # To look for a module within a package imports that, which may be a large library.
+        if module is None and top != name and not is_users(str(_file(top))):
+            return pathlib.Path()
+        spec = None if module else importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        return pathlib.Path()
+    return pathlib.Path(str(spec.origin if spec else getattr(module, "__file__", ""))).resolve()
 
 
 def code_digests(references: Iterable[str]) -> dict[str, str]:
     """Returns by name a digest of each file of the user's that functions of `package.module:function` may run."""
     files = loaded_files(as_now(reference).partition(":")[0] for reference in references)
     digest = lambda path: hashlib.sha256(syntax(path).encode()).hexdigest()[:16]
-    return {f"{CODE} {os.path.relpath(path)}": digest(path) for path in files}
+    return {f"{CODE} {name}": digest(path) for path, name in files.items()}
 
 
 def is_own(code: object) -> bool:
