@@ -1,7 +1,5 @@
 """Examples in memory, and how the compiled step reads them: out of tables, by row numbers."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import math
@@ -109,7 +107,7 @@ class Arrays(Source):
     def class_counts(self, classes: int) -> np.ndarray:
         return np.bincount(np.reshape(self.columns[1], [-1]), minlength=classes)
 
-    def map_targets(self, function) -> Arrays:
+    def map_targets(self, function) -> "Arrays":
         columns = function(*self.columns)
         return Arrays(tuple(c.numpy() if isinstance(c, tf.Tensor) else c for c in columns), self.exact)
 
@@ -121,14 +119,14 @@ class Arrays(Source):
         labels = y.reshape(-1) if classes else None
         return Records(self.size, read, lambda stored, seed: stored, labels=labels, stored=self.contents)
 
-    def split(self, fraction: float) -> tuple[Arrays, Arrays]:
+    def split(self, fraction: float) -> "tuple[Arrays, Arrays]":
         first = math.floor(self.size * (1.0 - fraction)) if 0 < fraction < 1 else 0
         if not 0 < first < self.size:
             what = f"validation_split={fraction} leaves nothing of {self.size} examples on one side"
             raise UserError(what, "use another part of 1")
         return self._part(slice(first)), self._part(slice(first, None))
 
-    def _part(self, rows: slice) -> Arrays:
+    def _part(self, rows: slice) -> "Arrays":
         return Arrays(keras.tree.map_structure(lambda a: a[rows], self.columns), self.exact)
 
 

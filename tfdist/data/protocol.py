@@ -4,8 +4,6 @@ A source holds examples, and knows nothing of replicas, of workers, or of when i
 order of an epoch, which seed and epoch alone decide, and hands the compiled step the rows that a layout gives a worker.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import itertools
@@ -292,14 +290,14 @@ class Source(abc.ABC):
     # Sources made of it.
 
     @abc.abstractmethod
-    def map_targets(self, function: Callable[..., tuple]) -> Source:
+    def map_targets(self, function: Callable[..., tuple]) -> "Source":
         """Returns a source of function(x, y, weight), which gets batches, leaves x alone, and comes before mixing."""
 
     @abc.abstractmethod
     def by_number(self, field: str) -> Any:
         """Returns the examples as `Records`, or raises UserError naming `field` for a stream of batches."""
 
-    def split(self, fraction: float) -> tuple[Source, Source]:
+    def split(self, fraction: float) -> "tuple[Source, Source]":
         """Returns the first examples, and the last ones, which are `fraction` of them, as Keras divides arrays."""
         what = "validation_split takes the last examples of arrays, and the data is none"
         raise UserError(what, "give validation_data instead")

@@ -1,7 +1,5 @@
 """Examples by number, and how the compiled step reads them: an endless `tf.data` pipeline that can begin anywhere."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import threading
@@ -115,7 +113,7 @@ class Records(Source):
             raise UserError(what, "write the weights, such as 0=3.0, 2=0.2")
         return np.bincount(self.labels, minlength=classes)
 
-    def map_targets(self, function: Callable[..., tuple]) -> Records:
+    def map_targets(self, function: Callable[..., tuple]) -> "Records":
         decode = self.decode
 
         def mapped(stored: Structure, seed: tf.Tensor) -> tuple:
@@ -125,7 +123,7 @@ class Records(Source):
 
         return dataclasses.replace(self, decode=mapped)
 
-    def map_inputs(self, function: Callable[[Structure, tf.Tensor], Structure]) -> Records:
+    def map_inputs(self, function: Callable[[Structure, tf.Tensor], Structure]) -> "Records":
         """Returns records whose inputs are function(input, seed), one by one."""
         decode = self.decode
 
@@ -135,7 +133,7 @@ class Records(Source):
 
         return dataclasses.replace(self, decode=mapped)
 
-    def by_number(self, field: str) -> Records:
+    def by_number(self, field: str) -> "Records":
         return self
 
 
@@ -267,7 +265,7 @@ class _Decoded(NamedTuple):
     own: np.ndarray  # those that are rows of this worker and not partners, int32 [m], at least one
 
     @classmethod
-    def of(cls, layout: Layout, count: int, mix: bool) -> _Decoded:
+    def of(cls, layout: Layout, count: int, mix: bool) -> "_Decoded":
         """Returns this worker's rows; to mix, behind each run of rows the partner of its last."""
         blocks = [block for block in layout.worker_positions(count) if len(block)] or [np.zeros(1, np.int64)]
         parts, own, at = [], [], 0

@@ -1,7 +1,5 @@
 """From flags, devices and workers to the choice of a strategy, and to a `Distribution` that has been started."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os
@@ -34,7 +32,7 @@ class Placement:
     survey: gpus.Survey
     selection: gpus.Selection
     cluster: discovery.Cluster
-    choice: StrategyChoice
+    choice: "StrategyChoice"
 
     @property
     def replicas(self) -> int:
@@ -243,7 +241,7 @@ def latest() -> Distribution | None:
     return _IN_ORDER[-1] if _IN_ORDER else None
 
 
-def current(strategy: tf.distribute.Strategy) -> Distribution:
+def current(strategy: "tf.distribute.Strategy") -> Distribution:
     """Returns the distribution of `fit`, `evaluate` and `predict` where none is given.
 
     It is the connected one under whose scope the model was created; of a model that was created under none, the latest

@@ -5,8 +5,6 @@ sees, and cannot average weights in a graph. For Adam, AdamW and SGD the update 
 that the Keras optimizer owns; every other optimizer is called as it is, with its own reduction switched off.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -66,7 +64,7 @@ def owned(
     factors: Sequence[float] = (),
     in_float16: Collection[int] = (),
     sliced: zero.SlicedState | None = None,
-) -> Iterator[OwnedOptimizer]:
+) -> "Iterator[OwnedOptimizer]":
     """While an update is traced, keeps a Keras optimizer from reducing again and from averaging weights.
 
     Writing averages over the weights fails in a graph (keras issue 20582), so tfdist keeps them up itself. Replicas

@@ -1,7 +1,5 @@
 """Decides how an attempt of all workers ends: root cause, shutdown, exit code. No TensorFlow, no sockets, no clock."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import signal
@@ -37,7 +35,7 @@ class NodeExit(NamedTuple):
     line: str
 
     @classmethod
-    def by_signal(cls, name: str) -> NodeExit:
+    def by_signal(cls, name: str) -> "NodeExit":
         """Returns the end of a node that a signal has asked to stop."""
         return cls(node_agent.code_of(name), f"{name}: this node has left the job")
 

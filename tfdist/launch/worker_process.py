@@ -4,8 +4,6 @@ All of it happens in one thread around `Events.wait`, so that the lines of two w
 session and a process group of its own: Ctrl-C reaches the launcher alone, and its children end with a worker.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
@@ -50,7 +48,7 @@ class Events:
         self._before: dict[int, Any] = {}
         self._interruptible = False
 
-    def __enter__(self) -> Events:
+    def __enter__(self) -> "Events":
         self._wakeup_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:

@@ -1,7 +1,5 @@
 """What `--workdir` keeps of each `model.fit` of a script, so that the same command continues after a kill."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -65,7 +63,7 @@ class KeptFits:
         self._warned = False  # of state that cannot be kept
         self._trained_again = False  # whether a call of this start has, and so others may begin with other bits
 
-    def __enter__(self) -> KeptFits:
+    def __enter__(self) -> "KeptFits":
         self._folder.create()
         attempt, holds = discovery.find(os.environ).attempt, self._fits.exists()
         if self._options.resume == "require" and self._distribution.is_chief and not holds:

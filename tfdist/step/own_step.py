@@ -5,8 +5,6 @@ is taken as a mean over its examples: it is weighed by the replica's share of th
 replicas, gradients before they are clipped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -150,7 +148,7 @@ def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
 def recording(model: keras.Model) -> contextlib.AbstractContextManager:
     """Keeps the gradients that the model's own step gives to optimizers, instead of applying them; see `recorded`."""
 
-    def keep(update: _AskedUpdate) -> None:
+    def keep(update: "_AskedUpdate") -> None:
         update.part.gradients.extend(g for g in update.summed() if g is not None)
 
     return _over_replicas(model, keep)

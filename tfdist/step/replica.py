@@ -3,8 +3,6 @@
 The sums of slices add up to those of the global batch, which are divided once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import operator
@@ -41,7 +39,7 @@ class StepSums:
     scalars: tf.Tensor  # the numerators of all terms, and then the denominators of those that have one
 
     @classmethod
-    def of(cls, groups: list[list[tf.Tensor | None]], terms: list[LossTerm]) -> StepSums:
+    def of(cls, groups: list[list[tf.Tensor | None]], terms: list[LossTerm]) -> "StepSums":
         """Packs the results of a backward pass.
 
         `groups`: one gradient or None per trainable variable, for each of `loss.objectives`; none where nothing trains.
@@ -62,11 +60,11 @@ class StepSums:
         """Returns the tensors to add up, in an order that is the same everywhere."""
         return [*self.grads, self.scalars]
 
-    def with_tensors(self, tensors: list[tf.Tensor]) -> StepSums:
+    def with_tensors(self, tensors: list[tf.Tensor]) -> "StepSums":
         """Returns the same with other `tensors`."""
         return dataclasses.replace(self, grads=list(tensors[:-1]), scalars=tensors[-1])
 
-    def plus(self, tensors: list[tf.Tensor], add: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = tf.add) -> StepSums:
+    def plus(self, tensors: list[tf.Tensor], add: Callable[[tf.Tensor, tf.Tensor], tf.Tensor] = tf.add) -> "StepSums":
         """Returns the same with `tensors` of another slice added."""
         return self.with_tensors([add(a, b) for a, b in zip(self.tensors(), tensors)])
 

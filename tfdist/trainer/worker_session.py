@@ -1,7 +1,5 @@
 """Runs a command's work under a started strategy: signals ask it to stop, and other workers learn of failures."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os
@@ -79,7 +77,7 @@ class Signals:
         self._signaled_child = 0  # process id of the child that has had its first signal
         self._before: dict = {}
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> "Signals":
         if not _SENT:
 
             def see_kill(event: str, arguments: tuple) -> None:

@@ -1,7 +1,5 @@
 """Reads CSV files into columns: numbers and texts told apart, bad rows named by their line."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import gc
@@ -40,7 +38,7 @@ class Table:
     rows: np.ndarray  # which rows of all files these are, from 0: bad ones and those taken out count, too
     skipped: list[str]  # bad rows that were left out: where, and what is wrong
 
-    def taken(self, rows: np.ndarray) -> Table:
+    def taken(self, rows: np.ndarray) -> "Table":
         """Returns a table of these rows, in this order."""
         numbers = {name: values[rows] for name, values in self.numbers.items()}
         categories = {name: values[rows] for name, values in self.categories.items()}
@@ -206,7 +204,7 @@ class _Reader(TableBuilder):
                 raise _ManyTexts(name)
         return self.table(f"{paths[0]} has no rows below its header", skip)
 
-    def _read_file(self, path: str, reader: _csv.Reader, names: list[str]) -> None:
+    def _read_file(self, path: str, reader: "_csv.Reader", names: list[str]) -> None:
         where = [names.index(name) for name in self.columns]
         while True:
             line = reader.line_num
@@ -261,7 +259,7 @@ def _open(path: str) -> TextIO:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _taken(path: str, reader: _csv.Reader, count: int) -> tuple[list[list[str]], str]:
+def _taken(path: str, reader: "_csv.Reader", count: int) -> tuple[list[list[str]], str]:
     """Returns rows up to one with wrong quotes, and what is wrong with that; the parser goes on with the next line."""
     rows: list[list[str]] = []
     try:
