@@ -43,8 +43,9 @@ TAIL = """
 * **Sockets** are open descriptors more than before. **Memory** is the resident size of the chief's process.
 
 With an all-to-all exchange each worker would hold as many sockets as the chief does here. The answer to a registration
-lists the addresses of all workers, and that to a vote all values: there the bytes that the chief sends grow with the
-square of the number of workers, some 1 MB at 256. The figures are those of the run that made this page, and no promise.
+lists the addresses of all workers: once, at the start, the bytes that the chief sends grow with the square of their
+number, some 1 MB at 256. The answer to a vote has one value where all workers agree, and all values otherwise. The
+figures are those of the run that made this page, and no promise.
 """
 
 

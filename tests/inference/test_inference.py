@@ -456,6 +456,9 @@ def model(spec):
     found = json.loads(done.stdout)
     assert found["examples"] == 3 and found["evaluation"] == pytest.approx({"loss": 2 / 3, "mae": 2 / 3})
     assert ".keras on csv:paid.csv, train, 3 examples: loss " in done.stderr
+    table_of_its_own = ["--config.data.name=csv:paid.csv", "--config.data.options=target=pay, classify=False"]
+    done = run("tfdist.evaluate", "--model=model.keras", *table_of_its_own, "--config.data.eval_split=train")
+    assert done.returncode == 2 and "does not tell how the columns of its training's table" in done.stderr, done.stderr
     asked = dataclasses.replace(wanted(tmp_path), changes={"config.data.eval_split": "x"})
     e.data.name = "digits"
     with refused(r"data.name='digits' is not a table, and the model was trained on one: give csv:PATH"):

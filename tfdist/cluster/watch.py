@@ -27,7 +27,7 @@ TO_CHIEF = schema.named(
 
 def from_chief(size: int) -> schema.Reader:
     """Returns the reader for messages of the chief of `size` workers."""
-    values = schema.each(schema.anything, size, size)
+    values = schema.each(schema.anything, 1, size)
     return schema.named(
         beat=_BEAT,
         gathered=schema.record(gathered=schema.whole(), values=values),
@@ -229,7 +229,8 @@ class Watch:
             self._collect(rank, message["gather"], message["label"], message["value"])
         elif "gathered" in message:
             with self._changed:
-                self._gathered[message["gathered"]] = message["values"]
+                values = message["values"]
+                self._gathered[message["gathered"]] = values * (len(self._hosts) if len(values) == 1 else 1)
                 self._changed.notify_all()
         elif "failed" in message:
             self._lose(rank, f"it stopped: {message['failed']}")
@@ -253,10 +254,11 @@ class Watch:
                 )
             if label != expected or len(votes) < len(self._hosts):
                 return
-            values = [votes[r][1] for r in range(len(self._hosts))]
-            del self._votes[number]
+            values = [value for _, (_, value) in sorted(self._votes.pop(number).items())]
+        # One for all where they agree, as they mostly do, or bytes would grow with the square of the workers.
+        shown = values[:1] if len(set(map(repr, values))) == 1 else values
         # First: once the main thread knows, it may hold Python's lock until all others have gone on, too.
-        self.send({"gathered": number, "values": values})
+        self.send({"gathered": number, "values": shown})
         with self._changed:
             self._gathered[number] = values
             self._changed.notify_all()

@@ -139,6 +139,9 @@ def _ready(
         compatibility.check_data(experiment, data.spec, trained_for, *data.eval.specs[1:2])
         data = dataclasses.replace(data, spec=trained_for)
     if requested.model:
+        if data.spec.columns:  # which were scaled and numbered by this table alone
+            what = f"--model={requested.path} does not tell how the columns of its training's table were encoded"
+            raise UserError(what, "give --workdir with the folder of its run")
         with distribution.scope():
             model = trained_model.load(requested.path)
         digests = distribution.peers.gather("the model's weights", recorder.fingerprint(model)[0])

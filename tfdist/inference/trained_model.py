@@ -4,8 +4,6 @@ A run's model is built again from its code and gets the weights, so that no file
 file alone is loaded by Keras, in its safe mode. Nothing in the run folder is changed or locked: the run may go on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
@@ -64,7 +62,7 @@ class ModelRequest:
         """Returns what stands behind the checkpoints."""
         return self.copy.storage if self.copy else files.DISK
 
-    def here(self) -> ModelRequest:
+    def here(self) -> "ModelRequest":
         """Returns the same request with a local copy of a run folder in a bucket; raises UserError if unreadable."""
         if not buckets.is_url(self.workdir):
             return self
@@ -171,7 +169,7 @@ def _filled(instance: T, fields: dict[str, Any], what: str) -> T:
     return instance
 
 
-def load(path: pathlib.Path) -> keras.Model:
+def load(path: pathlib.Path) -> "keras.Model":
     """Loads a `.keras` file of Keras' own and registered layers: safe mode runs no code in it."""
     import keras
 
@@ -192,7 +190,7 @@ def load(path: pathlib.Path) -> keras.Model:
 Weights: TypeAlias = tuple[str, list[np.ndarray]]  # file or checkpoint, and arrays in the order of `model.weights`
 
 
-def read_weights(requested: ModelRequest, experiment: config.Experiment, build: Callable[[], keras.Model]) -> Weights:
+def read_weights(requested: ModelRequest, experiment: config.Experiment, build: Callable[[], "keras.Model"]) -> Weights:
     """Reads the weights of a run for the model that `build` makes, and checks that they are as it has written them."""
     import tensorflow as tf
 
@@ -206,7 +204,7 @@ def read_weights(requested: ModelRequest, experiment: config.Experiment, build: 
         return _from_file(requested, plain)
 
 
-def _from_file(requested: ModelRequest, plain: keras.Model) -> Weights:
+def _from_file(requested: ModelRequest, plain: "keras.Model") -> Weights:
     """Reads `model.keras`, with which the run has ended."""
     from tfdist.monitoring import recorder
 
@@ -252,7 +250,7 @@ def _check_code(requested: ModelRequest, experiment: config.Experiment, recorded
         raise UserError(what, f"bring it back, give --model={requested.shown(requested.path / MODEL)}, or --trust_code")
 
 
-def _from_checkpoint(requested: ModelRequest, experiment: config.Experiment, plain: keras.Model) -> Weights:
+def _from_checkpoint(requested: ModelRequest, experiment: config.Experiment, plain: "keras.Model") -> Weights:
     """Reads the weights of a checkpoint, as the run would have ended with them."""
     from tfdist.checkpoints import training_state
 

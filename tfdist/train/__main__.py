@@ -4,8 +4,6 @@ Exit codes: 0 done; 1 a failure inside training; 2 the input or the environment
 is wrong; 143 stopped by a signal.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from tfdist.monitoring.recorder import Result
 
 
-def train_and_evaluate(experiment: config.Experiment, environment: runtime_options.Environment) -> Result | None:
+def train_and_evaluate(experiment: config.Experiment, environment: runtime_options.Environment) -> "Result | None":
     """Runs an experiment from beginning to end; raises UserError or TrainingError, which the run folder tells, too.
 
     Returns the `tfdist.monitoring.recorder.Result` that was also written to `result.json`; None after a dry run.
@@ -84,10 +82,10 @@ def _check(experiment: config.Experiment, environment: runtime_options.Environme
 def _run(
     experiment: config.Experiment,
     environment: runtime_options.Environment,
-    placement: Placement,
-    folder: RunFolder,
-    distribution: Distribution,
-) -> Result | None:
+    placement: "Placement",
+    folder: "RunFolder",
+    distribution: "Distribution",
+) -> "Result | None":
     """Runs on every worker once the strategy has been started."""
     from tfdist.train.preparation import prepare
 

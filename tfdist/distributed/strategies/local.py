@@ -1,7 +1,5 @@
 """The strategies of a process alone: one replica on one device, or one on each of its devices."""
 
-from __future__ import annotations
-
 from concurrent import futures
 from typing import TYPE_CHECKING
 
@@ -37,13 +35,13 @@ def mirrored(names: tuple[str, ...], reason: str, jit: str = "off") -> Distribut
     reduction = tf.distribute.ReductionToOneDevice(accumulation_fn=sum_in_order) if names[0].startswith("CPU") else None
     strategy = tf.distribute.MirroredStrategy([f"/{name}" for name in names], cross_device_ops=reduction)
 
-    def all_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def all_sum(tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
         return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
 
-    def all_gather(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def all_gather(tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
         return [tf.distribute.get_replica_context().all_gather(tensor, 0) for tensor in tensors]
 
-    def average(variables: list[keras.Variable]) -> None:
+    def average(variables: "list[keras.Variable]") -> None:
         for variable in variables:
             copies = getattr(variable.value, "values", (variable.value,))
             mean = sum_in_order([tf.identity(copy) for copy in copies]) / len(copies)

@@ -3,8 +3,6 @@
 Traced for emulated cores, and never run on a TPU: see docs/strategies.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import re
@@ -45,7 +43,7 @@ def create(name: str, reason: str, limit: float) -> Distribution:
     return of(strategy, reason)
 
 
-def _started(name: str) -> tf.distribute.Strategy:
+def _started(name: str) -> "tf.distribute.Strategy":
     import tensorflow as tf
 
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)  # proves nothing
@@ -69,16 +67,16 @@ def try_elsewhere(name: str, limit: float, environ: Mapping[str, str]) -> None:
         raise UserError(_explained(name, done.stdout or done.stderr.strip().rpartition("\n")[2]))
 
 
-def of(strategy: tf.distribute.Strategy, reason: str) -> Distribution:
+def of(strategy: "tf.distribute.Strategy", reason: str) -> Distribution:
     """Describes a strategy that has been started."""
     import tensorflow as tf
 
     replicas = strategy.num_replicas_in_sync
 
-    def all_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def all_sum(tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
         return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
 
-    def average(variables: list[keras.Variable]) -> None:
+    def average(variables: "list[keras.Variable]") -> None:
         for variable in variables:
             copies = getattr(variable.value, "values", (variable.value,))
             # On the host: an operation of its own would be compiled for each variable.
