@@ -58,9 +58,6 @@ class SecretError(WireError):
 class UnreachableError(WireError):
     """No connection could be opened."""
 
-    def __init__(self, error: OSError):
-        super().__init__(str(error.strerror or error).lower())
-
 
 class Connection:
     """A connection to one peer. Any thread may send, one at a time may receive."""
@@ -196,7 +193,7 @@ def connect(host: str, port: int, secret: str = "", timeout: float = HANDSHAKE_S
     try:
         connection = Connection(socket.create_connection((host, port), timeout))
     except OSError as error:
-        raise UnreachableError(error) from None
+        raise UnreachableError(str(error.strerror or error).lower()) from None
     try:
         greeting = connection.receive(timeout)
         if greeting.get("tfdist") != VERSION:

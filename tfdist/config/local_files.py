@@ -56,7 +56,7 @@ def sync(path: pathlib.Path) -> None:
         os.close(descriptor)
 
 
-def opened(path: pathlib.Path) -> io.FileIO:
+def opened(path: str | pathlib.Path) -> io.FileIO:
     """Opens a file for reading, unbuffered; OSError also for a pipe, a device or a folder."""
     descriptor = os.open(path, os.O_RDONLY | _AT_ONCE)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

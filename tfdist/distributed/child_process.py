@@ -1,12 +1,16 @@
-"""Processes that end when the one that started them ends, however it ends. No TensorFlow."""
+"""Work that may hang: in processes that end when the one that started them ends, or in threads. No TensorFlow."""
 
 import contextlib
 import ctypes
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
 
+T = TypeVar("T")
 GRACE_S = 5.0  # from SIGTERM to SIGKILL: a worker inside TensorFlow's constructor never sees the first
 _PR_SET_PDEATHSIG = 1
 _KILL_S = 1.0  # seconds until a process that was killed counts as one that cannot be
@@ -49,3 +53,17 @@ def answer(
             process.wait(_KILL_S)
         return None
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def later(work: Callable[[], T]) -> Future[T]:
+    """Begins some work. Not in a pool, which would wait at exit for a thread that hangs in a system call."""
+    future: Future[T] = Future()
+
+    def do() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # belongs to those who ask for the result
+            future.set_exception(error)
+
+    threading.Thread(target=do, daemon=True).start()
+    return future

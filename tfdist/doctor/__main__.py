@@ -25,8 +25,9 @@ from tfdist.cluster import addresses
 from tfdist.config import buckets, runtime_options, validation
 from tfdist.config.commands import command_line
 from tfdist.distributed import gpus, tpu_host
+from tfdist.distributed.child_process import later
 from tfdist.doctor import checkpoints, display, machine, tensorflow_probe, workers
-from tfdist.doctor.check import FAIL, Check, Finding, later, run, worst
+from tfdist.doctor.check import FAIL, Check, Finding, run, worst
 from tfdist.errors import UserError
 
 DRIVER_S = 5.0

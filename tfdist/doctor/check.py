@@ -2,15 +2,13 @@
 
 import concurrent.futures
 import dataclasses
-import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TypeVar
 
+from tfdist.distributed import child_process
 from tfdist.errors import UserError
 
-T = TypeVar("T")
 OK, WARN, FAIL = "ok", "warn", "fail"
 
 
@@ -66,7 +64,7 @@ class Check:
 
 def run(checks: list[Check], until: float) -> list[Finding]:
     """Makes all checks at once and waits for none beyond `until` (of `time.monotonic`): one that hangs is a warning."""
-    seconds, results = until - time.monotonic(), [later(check.look) for check in checks]
+    seconds, results = until - time.monotonic(), [child_process.later(check.look) for check in checks]
     concurrent.futures.wait(results, max(0.0, seconds))
     return [
         dataclasses.replace(finding, name=finding.name or check.name)
@@ -85,17 +83,3 @@ def _findings(check: Check, result: Future[list[Finding]], seconds: float) -> li
     except Exception as error:  # one check that breaks must not hide the others
         what = f"this check itself failed ({type(error).__name__}: {error})"
         return [warn(what, "tell the authors of tfdist, with the block for bug reports")]
-
-
-def later(work: Callable[[], T]) -> Future[T]:
-    """Begins some work. Not in a pool, which would wait at exit for a thread that hangs in a system call."""
-    future: Future[T] = Future()
-
-    def do() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # belongs to those who ask for the result
-            future.set_exception(error)
-
-    threading.Thread(target=do, daemon=True).start()
-    return future

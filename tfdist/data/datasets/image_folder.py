@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
+from tfdist.config import local_files
 from tfdist.config.messages import logger
 from tfdist.data import image_decoding
 from tfdist.data.datasets import examples
@@ -131,21 +132,16 @@ def look_at(paths: list[str]) -> list[Look]:
 
 def _look(path: str) -> Look:
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
-    except OSError as error:
-        return Look(problem=f"cannot be read: {error.strerror}")
-    try:
-        length, head = os.fstat(file).st_size, os.pread(file, _HEAD, 0)
-        if not head:
-            return Look(problem="is empty")
-        tail = os.pread(file, _TAIL, max(0, length - _TAIL))
-        return _judged(file, head, tail, length)
+        with local_files.opened(path) as opened:
+            file = opened.fileno()
+            length, head = os.fstat(file).st_size, os.pread(file, _HEAD, 0)
+            if not head:
+                return Look(problem="is empty")
+            return _judged(file, head, os.pread(file, _TAIL, max(0, length - _TAIL)), length)
     except OSError as error:
         return Look(problem=f"cannot be read: {error.strerror}")
     except (IndexError, struct.error):  # it ends where its header says that there is more
         return Look(problem="is cut off")
-    finally:
-        os.close(file)
 
 
 def _judged(file: int, head: bytes, tail: bytes, length: int) -> Look:

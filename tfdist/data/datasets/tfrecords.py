@@ -51,11 +51,8 @@ class TFRecordIndex:
         contents = np.empty(len(rows), object)
         for i, row in enumerate(rows):
             path, length = self.paths[self.files[row]], int(self.lengths[row])
-            file = os.open(path, os.O_RDONLY)
-            try:
-                content = os.pread(file, length, int(self.offsets[row]))
-            finally:
-                os.close(file)
+            with open(path, "rb", buffering=0) as file:
+                content = os.pread(file.fileno(), length, int(self.offsets[row]))
             if len(content) < length:
                 raise OSError(f"{path} has become shorter since the run began")
             contents[i] = content[: -_CHECK.size]

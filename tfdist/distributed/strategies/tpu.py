@@ -8,8 +8,8 @@ import faulthandler
 import re
 import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -36,7 +36,7 @@ def create(name: str, reason: str, limit: float) -> Distribution:
 
     try:
         strategy = _within(limit, lambda: _started(name))
-    except TimeoutError:
+    except futures.TimeoutError:
         raise UserError(_late(name, limit)) from None
     except Exception as error:  # TensorFlow, its client of the Cloud and libtpu raise errors of many kinds
         raise UserError(_explained(name, f"{type(error).__name__}: {error}")) from error
@@ -103,34 +103,18 @@ def of(strategy: "tf.distribute.Strategy", reason: str) -> Distribution:
 
 
 def _within(limit: float, work: Callable[[], T]) -> T:
-    """Returns what `work` gives; raises its error, or TimeoutError if it takes longer than `limit` seconds.
+    """Returns what `work` gives; raises its error, or `futures.TimeoutError` if it takes longer than `limit` seconds.
 
     It runs in a thread, which cannot be ended. Should it hold Python's lock, so that nobody can notice, the process
     ends with a list of what its threads do.
     """
-    done: list[T] = []
-    failed: list[BaseException] = []
-
-    def do() -> None:
-        try:
-            done.append(work())
-        except BaseException as error:  # belongs to the thread that waits
-            failed.append(error)
-
-    thread = threading.Thread(target=do, name="start of the TPU", daemon=True)
     with contextlib.suppress(RuntimeError, OSError, ValueError):  # nowhere to write the list
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback_later(limit + _GRACE_S, exit=True, file=sys.__stderr__)
     try:
-        thread.start()
-        thread.join(limit)
+        return child_process.later(work).result(limit)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    if failed:
-        raise failed[0]
-    if not done:
-        raise TimeoutError
-    return done[0]
 
 
 def _late(name: str, limit: float) -> str:

@@ -33,9 +33,9 @@ def read(path: pathlib.Path, result: dict | None = None) -> Record:
     timeline = lines(path / "timeline.jsonl")
     return Record(
         path=path,
-        experiment=_object(path / "experiment.json"),
-        environment=_object(path / "environment.json"),
-        result=_object(path / "result.json") if result is None else result,
+        experiment=local_files.read_object(path / "experiment.json") or {},
+        environment=local_files.read_object(path / "environment.json") or {},
+        result=(local_files.read_object(path / "result.json") or {}) if result is None else result,
         lines=lines(path / "history.jsonl"),
         samples=[line for line in timeline if "mark" not in line],
         marks=[line for line in timeline if "mark" in line],
@@ -66,7 +66,3 @@ def lines(path: pathlib.Path) -> list[dict]:
     except OSError:
         return []
     return [line for line in map(local_files.json_object, text.splitlines()) if line is not None]
-
-
-def _object(path: pathlib.Path) -> dict:
-    return local_files.read_object(path) or {}
