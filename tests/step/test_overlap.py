@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.data import sources
 from tfdist.distributed import collectives
 from tfdist.distributed.strategies import multi_worker
-from tfdist.step import step_calls
+from tfdist.step import functions, step_calls
 
 LAYERS, WIDTH = 3, 400
 
@@ -60,7 +60,8 @@ def traced(distribution, optimizer, width=WIDTH, bucket_bytes=0, kind="Collectiv
     )
     layout = sources.layout_of(source, 4, distribution, 1, least=False)
     part = sources.read_epochs(source, layout, True, 0).next(0, 2)
-    call = step_calls.step_of(model, distribution, source).compiled("train", layout, full=part.full, norm=True)
+    options = functions.TrainingOptions(full=part.full, norm=True)
+    call = step_calls.step_of(model, distribution, source).compiled("train", layout, options)
     sums = tf.zeros([1], tf.float64)
     return Traced(call.get_concrete_function(part.feed, tf.constant(part.first), tf.constant(part.last), sums), kind)
 

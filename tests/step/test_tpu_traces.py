@@ -16,7 +16,7 @@ from support import tpu_cores, training_cases
 
 import tfdist
 from tfdist.data import sources
-from tfdist.step import step_calls
+from tfdist.step import functions, step_calls
 from tfdist.verification import equivalence_check
 from tfdist.verification.replica_sync_check import ReplicaSyncCheck
 
@@ -58,7 +58,8 @@ class Prepared:
         feed = sources.read_epochs(self.source, self.layout, True, 0)
         part = feed.next(update, 99)
         arguments = (part.feed, tf.constant(part.first), tf.constant(part.last))
-        call = self.step.compiled(kind, self.layout, full=part.full, count=part.count, norm=kind == "train")
+        options = functions.TrainingOptions(full=part.full, norm=kind == "train")
+        call = self.step.compiled(kind, self.layout, options, part.count)
         return tpu_cores.look(call.get_concrete_function(*arguments[: 2 if kind == "predict" else 3]))
 
 

@@ -146,9 +146,10 @@ def producing_layer(tensor: keras.KerasTensor) -> object:
     return tensor._keras_history.operation
 
 
-def copies(variable: keras.Variable) -> tuple[tf.Variable, ...]:
+def copies(variable: keras.Variable | tf.Variable) -> tuple[tf.Variable, ...]:
     """Returns this worker's copies of a variable, in order of replicas; of a mirrored one there are several."""
-    return tuple(getattr(variable.value, "values", (variable.value,)))
+    raw = variable if isinstance(variable, tf.Variable) else variable.value
+    return tuple(getattr(raw, "values", (raw,)))
 
 
 def let_first_replica_speak(variable: keras.Variable) -> None:

@@ -151,9 +151,7 @@ class Snapshot:
     """What variables have on every replica at the time when it is made."""
 
     def __init__(self, variables: Sequence[keras.Variable | tf.Variable]):
-        raw = [v if isinstance(v, tf.Variable) else v.value for v in variables]
-        copies = [copy for v in raw for copy in getattr(v, "values", (v,))]
-        self._values = [(copy, copy.numpy()) for copy in copies]
+        self._values = [(copy, copy.numpy()) for v in variables for copy in keras_internals.copies(v)]
 
     def put_back(self) -> None:
         """Gives the variables what they had."""
@@ -194,7 +192,7 @@ def foreign(model: keras.Model, writes: Iterable[Write]) -> list[Write]:
 
 def _ids(variables: Iterable[keras.Variable]) -> set[int]:
     """Returns the ids of TensorFlow's variables behind Keras', on every replica."""
-    return {id(copy) for v in variables for copy in getattr(v.value, "values", (v.value,))}
+    return {id(copy) for v in variables for copy in keras_internals.copies(v)}
 
 
 def average_statistics(model: keras.Model, distribution: Distribution, virtual_replicas: int = 0) -> None:

@@ -67,14 +67,14 @@ class Slot:
         """Gives each replica of this worker its slice of a whole value."""
         flat, distribution = np.asarray(value).reshape(-1), self._distribution
         size = _sliced_size(self.variable, distribution)
-        for replica, copy in enumerate(_copies(self.slice), distribution.first):
+        for replica, copy in enumerate(keras_internals.copies(self.slice), distribution.first):
             own = flat[replica * size : (replica + 1) * size], flat[distribution.replicas * size :]
             _fill(copy, np.concatenate(own))
 
     def read(self) -> np.ndarray:
         """Returns the whole value; called by all workers."""
         distribution, size = self._distribution, _sliced_size(self.variable, self._distribution)
-        own = np.stack([keras_internals.read_copy(copy).numpy() for copy in _copies(self.slice)])
+        own = np.stack([keras_internals.read_copy(copy).numpy() for copy in keras_internals.copies(self.slice)])
         rows = np.zeros((distribution.replicas, size), own.dtype)
         rows[distribution.first :][: len(own)] = own[:, :size]
         (rows,) = collectives.broadcast_bits(distribution, [rows])
@@ -164,13 +164,9 @@ def _of_replica(like: keras.Variable, distribution: Distribution) -> keras.Varia
     return variable
 
 
-def _copies(variable: tf.Variable) -> Sequence[tf.Variable]:
-    return getattr(variable, "values", (variable,))
-
-
 def _fill(variable: tf.Variable, value: np.ndarray) -> None:
     """Writes all copies, of whatever size: one of nothing frees the memory, and the variable stays the same object."""
-    for copy in _copies(variable):
+    for copy in keras_internals.copies(variable):
         with tf.device(copy.device):
             tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.constant(value), validate_shape=False)
 

@@ -203,12 +203,7 @@ class Totals:
     """
 
     def __init__(
-        self,
-        model: keras.Model,
-        distribution: Distribution,
-        names: Sequence[str],
-        sums: Sequence[float] = (),
-        examples: float = 0.0,
+        self, model: keras.Model, distribution: Distribution, names: list[str], sums: Sequence[float], examples: float
     ):
         self._losses = functools.partial(metrics.losses, model, distribution)
         self._names = ["loss", *names]
@@ -246,11 +241,10 @@ class Totals:
 class LastLogs:
     """Takes the logs that a model's own step has given for the last batch, in place of `Totals`."""
 
-    def __init__(self, model: keras.Model, names: LogNames, examples: float = 0.0):
+    def __init__(self, model: keras.Model, names: LogNames, examples: float):
         self._names, self._resets = names, metrics.resets(model)
         self._seen, self._alike = self._resets(), True
-        self.sums = np.zeros(0)
-        self.examples = examples
+        self.sums, self.examples = np.zeros(0), examples
 
     def arguments(self) -> tuple[()]:
         """Returns what a call must be given besides its batches."""

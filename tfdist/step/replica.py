@@ -229,17 +229,13 @@ class Replica:
             return self.model.predict_step(self.as_keras_gives(data))
         return self.forward(data[0], training=False)
 
-    def sums(
-        self, rows: MicroBatch, count: tf.Tensor | int, training: bool, scale: tf.Tensor | None = None
-    ) -> StepSums:
+    def sums(self, rows: MicroBatch, count: tf.Tensor | int, training: bool, scale: tf.Tensor | None) -> StepSums:
         """Runs `passes` over one micro-batch, updates the metrics, and returns the sums."""
         sums, outputs = self.passes(rows, count, training, scale)
         metrics.update(self.model, self.distribution, rows, outputs)
         return sums
 
-    def passes(
-        self, rows: MicroBatch, count: tf.Tensor | int, training: bool, scale: tf.Tensor | None = None
-    ) -> PassResult:
+    def passes(self, rows: MicroBatch, count: tf.Tensor | int, training: bool, scale: tf.Tensor | None) -> PassResult:
         """Runs forward, and for training backward, over one micro-batch; by XLA if configured.
 
         Args:

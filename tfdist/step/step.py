@@ -16,7 +16,7 @@ from tfdist.data.sources import Source
 from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions, zero
+from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions
 from tfdist.keras_bridge.loss import SAMPLE_ROWS
 from tfdist.step import own_step
 from tfdist.step.batch_loop import LastLogs, LogNames, Totals
@@ -63,26 +63,20 @@ class Step:
     """The model, which the caller keeps alive: a strong reference here would keep it in `step_calls` forever."""
 
     def compiled(
-        self,
-        kind: str,
-        layout: Layout,
-        full: bool = False,
-        reduce_dtype: str = "float32",
-        norm: bool = False,
-        factors: tuple[float, ...] = (),
-        count: int | None = None,
-        sliced: zero.SlicedState | None = None,
+        self, kind: str, layout: Layout, options: TrainingOptions | None = None, count: int | None = None
     ) -> Callable:
-        """Returns a compiled function for a layout, made once; for the options see `TrainingOptions`.
+        """Returns a compiled function for a layout, made once.
 
         Args:
           kind: `train`, `test`, `predict` or `predict beside targets`.
+          options: of a training, None for those that are the default.
           count: examples of each global batch, where shapes are static; None for those of the layout.
         """
         if count is not None:
             layout = dataclasses.replace(layout, batch=count)
         # Of virtual replicas one function computes batches of any length: the end of a call depends on time.
-        options = TrainingOptions(full and not layout.virtual, reduce_dtype, norm, factors, sliced)
+        options = options or TrainingOptions()
+        options = dataclasses.replace(options, full=options.full and not layout.virtual)
         key = (kind, layout, options, self.replica.bare)
         if key not in self._compiled:
             if not kind.startswith("predict"):

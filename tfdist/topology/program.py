@@ -119,9 +119,9 @@ def export(
     if own := step.own_steps["train"]:
         why = "only tfdist's own step is a program for devices that are not here"
         raise UserError(f"--topology cannot compile {type(model).__name__}, which has its own {own}: {why}")
-    step.compiled("train", layout, full=True)  # refuses what cannot be computed from parts of a batch
-    specs, structure = _specs(source, layout)
     options = functions.TrainingOptions(full=True, reduce_dtype=reduce_dtype, factors=factors)
+    step.compiled("train", layout, options)  # refuses what cannot be computed from parts of a batch
+    specs, structure = _specs(source, layout)
 
     def update(*rows: tf.Tensor) -> tf.Tensor:
         *columns, numbers = rows

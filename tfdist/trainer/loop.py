@@ -16,6 +16,7 @@ from tfdist.errors import Interrupted, UserError
 from tfdist.keras_bridge import ema, keras_internals, layer_state, metrics, preconditions, zero
 from tfdist.step import step_calls
 from tfdist.step.batch_loop import CallResult, LastLogs, Totals
+from tfdist.step.functions import TrainingOptions
 from tfdist.step.step_calls import NotFinite, OutOfMemory
 from tfdist.trainer import agreement
 from tfdist.trainer import callbacks as callbacks_lib
@@ -237,8 +238,9 @@ class FitLoop:
         if part.first == part.last:
             return False
         waited = time.perf_counter() - read_began
-        dtype, factors = self._options.reduce_dtype, plan.lr_factors
-        call = step.compiled("train", plan.layout, part.full, dtype, self._norm, factors, part.count, self._sliced)
+        dtype = self._options.reduce_dtype
+        options = TrainingOptions(part.full, dtype, self._norm, plan.lr_factors, self._sliced)
+        call = step.compiled("train", plan.layout, options, part.count)
         if self._compiled is not keras_internals.compiled_loss(model):
             what = "a callback compiled the model within fit, which goes on with the step that it began with"
             raise UserError(what, "call fit anew after compile()")

@@ -22,6 +22,7 @@ from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions, zero
 from tfdist.step import step_calls
 from tfdist.step.batch_loop import CallResult, as_python
+from tfdist.step.functions import TrainingOptions
 from tfdist.verification import equivalence_check
 from tfdist.verification.replica_sync_check import ReplicaSyncCheck
 
@@ -232,7 +233,7 @@ class _OnBatch:
         layout = dataclasses.replace(layout, batch=batch, none_empty=static and size >= layout.replicas)
         if self.kind != "predict":
             step.check_batches(self.kind, layout, [size])
-        call, rows = step.compiled(self.kind, layout, full=static), None
+        call, rows = step.compiled(self.kind, layout, TrainingOptions(full=static)), None
         if layout.local:
             (own,) = layout.worker_positions(size)
             rows = slice(own[0], own[-1] + 1) if own.size else slice(1)

@@ -256,13 +256,11 @@ class EquivalenceProbe:
 
     def _layout(self, whole: bool) -> Layout:
         comparison, distribution = self.comparison, self._distribution
+        static = distribution.static_shapes
         if whole or comparison.parts == "micro-batches":
-            micro = 1 if whole else comparison.number
-            return Layout(self.count, 1, micro, static=distribution.static_shapes)
-        if comparison.parts == "virtual replicas":
-            layout = Layout(self.count, comparison.number, 1, virtual=True)
-        else:
-            layout = Layout(self.count, comparison.number, 1, static=distribution.static_shapes)
+            return Layout(self.count, 1, 1 if whole else comparison.number, static=static)
+        virtual = comparison.parts == "virtual replicas"
+        layout = Layout(self.count, comparison.number, 1, static=static and not virtual, virtual=virtual)
         if comparison.kind != "predict" or distribution.workers == 1:
             return layout
         # Outputs are gathered over the workers, which needs the rows of each.
@@ -294,9 +292,7 @@ class EquivalenceProbe:
             values.update(self._kept(replica))
             return values, gradient
 
-        def call(
-            leaves: list[tf.Tensor], order: tf.Tensor, factor: tf.Tensor
-        ) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+        def call(leaves: list[tf.Tensor], order: tf.Tensor, factor: tf.Tensor) -> tuple[dict, list[tf.Tensor]]:
             of_replicas = order
             if layout.static:
                 rows = keras.tree.pack_sequence_as(self.rows, leaves)
