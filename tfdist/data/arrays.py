@@ -87,11 +87,8 @@ class Arrays(Source):
         batch = default if batch is None else batch
         return -(-self.size // steps) if batch is None and steps else batch
 
-    def feed(self, layout: Layout, shuffle: int | None, seed: int, across: bool) -> Feed:
+    def feed(self, layout: Layout, shuffle: int | None = None, seed: int | None = None, across: bool = False) -> Feed:
         return ArrayFeed(self, layout, shuffle)
-
-    def feed_once(self, layout: Layout) -> Feed:
-        return ArrayFeed(self, layout)
 
     def first_rows(self, count: int) -> tuple:
         return self._part(slice(count)).columns
@@ -220,9 +217,8 @@ class ArrayFeed(Feed):
         self._ahead: dict[int, concurrent.futures.Future] = {}
         self._executor = concurrent.futures.ThreadPoolExecutor(1)
         self._rows: tuple[int, tuple] = (-1, ())
-        counts = np.full(self.batches, layout.batch, np.int32)
-        counts[-1] = self._size - (self.batches - 1) * layout.batch
-        self._counts = counts
+        self._counts = np.full(self.batches, layout.batch, np.int32)
+        self._counts[-1] = self._size - (self.batches - 1) * layout.batch
 
     def next(self, update: int, limit: int) -> FeedCall:
         epoch, first = divmod(update, self.batches)

@@ -107,15 +107,10 @@ class Batches(Source):
         if self.batches != 1:  # a single one is all there is, and no more than an epoch's tail
             schedule.check_batch(batch, replicas, accumulate, "the data set's first batch (of {})", shards)
 
-    def feed(self, layout: Layout, shuffle: int | None, seed: int, across: bool) -> Feed:
+    def feed(self, layout: Layout, shuffle: int | None = None, seed: int | None = None, across: bool = False) -> Feed:
         if isinstance(self.reader, python_batches.SequenceReader):
             return SequenceFeed(self, layout, shuffle)
-        return BatchFeed(self, layout, across=across)
-
-    def feed_once(self, layout: Layout) -> Feed:
-        if isinstance(self.reader, python_batches.SequenceReader):
-            return SequenceFeed(self, layout)
-        return BatchFeed(self, layout, once=True)
+        return BatchFeed(self, layout, once=seed is None, across=across)
 
     def first_batch(self) -> tuple:
         """Returns the first global batch with rows; a data set that shuffles anew when read is one order further."""

@@ -252,18 +252,14 @@ class Source(abc.ABC):
         schedule.check_batch(batch, replicas, accumulate, "batch_size={}", shards)
 
     @abc.abstractmethod
-    def feed(self, layout: Layout, shuffle: int | None, seed: int, across: bool) -> Feed:
-        """Returns a feed that reads the source again and again.
+    def feed(self, layout: Layout, shuffle: int | None = None, seed: int | None = None, across: bool = False) -> Feed:
+        """Returns a feed that reads the source again and again, or without a seed, anew at each `restart`.
 
         Args:
           shuffle: seed of the order, a new one each epoch; None for the order of the source.
-          seed: decides what is random in an example, drawn anew each epoch.
+          seed: decides what is random in an example, drawn anew each epoch; None for the same each time.
           across: epochs have a length of their own, and go on in a data set where the one before has ended.
         """
-
-    @abc.abstractmethod
-    def feed_once(self, layout: Layout) -> Feed:
-        """Returns a feed that reads the source in its own order, from the beginning at each `restart`."""
 
     # Some of its examples.
 

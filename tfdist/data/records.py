@@ -79,11 +79,8 @@ class Records(Source):
         labels = b"" if self.labels is None else self.labels.astype("<i8").tobytes()
         return self.stored() | ({"checksum of all labels": zlib.crc32(labels)} if labels else {})
 
-    def feed(self, layout: Layout, shuffle: int | None, seed: int, across: bool) -> Feed:
+    def feed(self, layout: Layout, shuffle: int | None = None, seed: int | None = None, across: bool = False) -> Feed:
         return RecordFeed(self, layout, shuffle, seed)
-
-    def feed_once(self, layout: Layout) -> Feed:
-        return RecordFeed(self, layout)
 
     def in_order(self, batch: int) -> tf.data.Dataset:
         """Returns all examples once, as plain batches in the order of the source; what is random is always the same."""

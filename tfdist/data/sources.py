@@ -106,5 +106,5 @@ def read_epochs(source: Source, layout: Layout, shuffle: bool, seed: int, across
 
 def read_once(source: Source, layout: Layout) -> Feed:
     """Returns a feed that reads `source` in its own order."""
-    feed = source.feed_once(layout)
+    feed = source.feed(layout)
     return StaticFeed(feed, layout) if layout.static else feed
