@@ -47,7 +47,7 @@ def patched(*changes: tuple[type | types.ModuleType, str, Callable[[Any], Any]],
     `alone` keeps other threads from doing so meanwhile.
     """
     with PATCHED if alone else contextlib.nullcontext():
-        before = [(owner, name, name in vars(owner), getattr(owner, name)) for owner, name, _ in changes]
+        before = [(owner, name, name in vars(owner), getattr(owner, name, None)) for owner, name, _ in changes]
         for (owner, name, make), (*_, theirs) in zip(changes, before):
             setattr(owner, name, make(theirs))
         try:
@@ -324,7 +324,7 @@ def matched_losses(
     Keras accepts targets, outputs and losses in many mixtures of lists and dicts. Rather than repeat its rules, a
     built CompileLoss is called here with each loss replaced by a recorder.
     """
-    entries, metrics = list(compiled._flat_losses), compiled._metrics
+    entries = list(compiled._flat_losses)
     matched: list[MatchedLoss] = []
 
     def recorder(entry: object) -> Callable:
@@ -334,12 +334,9 @@ def matched_losses(
 
         return record
 
-    compiled._flat_losses = [entry._replace(loss=recorder(entry)) for entry in entries]
-    compiled._metrics = [None] * len(entries)
-    try:
+    recorders = [entry._replace(loss=recorder(entry)) for entry in entries]
+    with replaced("_flat_losses", [(compiled, recorders)]), replaced("_metrics", [(compiled, [None] * len(entries))]):
         compiled(y, y_pred, sample_weight)
-    finally:
-        compiled._flat_losses, compiled._metrics = entries, metrics
     return matched
 
 
@@ -690,8 +687,7 @@ def outside_scope() -> Iterator[None]:
         graph._variable_creator_stack = creators
 
 
-@contextlib.contextmanager
-def variables_as_numbers() -> Iterator[None]:
+def variables_as_numbers() -> AbstractContextManager[None]:
     """Lets `float(optimizer.learning_rate)`, `int` and `np.array` work, within it, under every strategy.
 
     Keras hands all to TensorFlow's variable, and that of a strategy lacks these methods, which the plain one has. So a
@@ -703,14 +699,8 @@ def variables_as_numbers() -> Iterator[None]:
         "__int__": lambda variable: int(variable.numpy()),
         "__array__": lambda variable, dtype=None, copy=None: np.array(variable.numpy(), dtype, copy=copy),
     }
-    added = [name for name in methods if name not in vars(DistributedVariable)]
-    for name in added:
-        setattr(DistributedVariable, name, methods[name])
-    try:
-        yield
-    finally:
-        for name in added:
-            delattr(DistributedVariable, name)
+    added = {name: method for name, method in methods.items() if name not in vars(DistributedVariable)}
+    return patched(*((DistributedVariable, n, lambda _, new=m: new) for n, m in added.items()), alone=False)
 
 
 _inside = threading.local()  # replicas are traced in threads that take turns within an all-reduce
@@ -730,12 +720,8 @@ def without_gradient_registry() -> Iterator[None]:
 
     def all_reduce(theirs: Callable) -> Callable:
         def reduce(self: tf.distribute.ReplicaContext, *arguments: object, **options: object) -> object:
-            before = getattr(_inside, "reduce", False)
-            _inside.reduce = True
-            try:
+            with replaced("reduce", [(_inside, True)]):
                 return theirs(self, *arguments, **options)
-            finally:
-                _inside.reduce = before
 
         return reduce
 

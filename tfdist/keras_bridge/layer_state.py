@@ -113,7 +113,6 @@ def noting_writes() -> Iterator[list[Write]]:
     created: dict[int, tf.Variable] = {}  # held, or their ids would be given away
     kinds = (BaseResourceVariable, ResourceVariable)  # which has some methods of its own
     writing = [n for n in vars(BaseResourceVariable) if n.startswith(("assign", "scatter_", "batch_scatter_update"))]
-    originals = {(k, name): vars(k)[name] for k in kinds for name in [*writing, "__init__"] if name in vars(k)}
 
     def note(variable: tf.Variable) -> None:
         if id(variable.handle) in noted:
@@ -134,16 +133,12 @@ def noting_writes() -> Iterator[list[Write]]:
 
         return method
 
+    changes = [(k, n, functools.partial(noting, n)) for k in kinds for n in [*writing, "__init__"] if n in vars(k)]
     writes: list[Write] = []
-    with keras_internals.PATCHED:
-        for (kind, name), original in originals.items():
-            setattr(kind, name, noting(name, original))
     try:
-        yield writes
+        with keras_internals.patched(*changes, alone=False):
+            yield writes
     finally:
-        with keras_internals.PATCHED:
-            for (kind, name), original in originals.items():
-                setattr(kind, name, original)
         writes += noted.values()
 
 

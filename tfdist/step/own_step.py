@@ -308,12 +308,8 @@ def _build(update: _AskedUpdate) -> None:
     def once(strategy: tf.distribute.Strategy) -> None:
         if optimizer.built:
             return
-        now, base.use_ema = base.use_ema, update.averages
-        try:
-            with tf.init_scope(), strategy.scope():
-                optimizer.build(update.variables)
-        finally:
-            base.use_ema = now
+        with keras_internals.replaced("use_ema", [(base, update.averages)]), tf.init_scope(), strategy.scope():
+            optimizer.build(update.variables)
 
     if not optimizer.built:
         tf.distribute.get_replica_context().merge_call(once)

@@ -113,10 +113,10 @@ def _key(model: keras.Model, distribution: Distribution) -> tuple[int | str, ...
 
 
 @contextlib.contextmanager
-def eagerly(model: keras.Model) -> Iterator[None]:
-    """Lets the compiled functions run as Python, op by op, if the model was compiled so: for prints and debuggers."""
+def eagerly(wanted: bool) -> Iterator[None]:
+    """Lets the compiled functions run as Python, op by op, if `wanted`: for prints and debuggers, or to trace nothing."""
     before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(before or model.run_eagerly)
+    tf.config.run_functions_eagerly(before or wanted)
     try:
         yield
     finally:
@@ -145,7 +145,7 @@ def run(
     peers = step.distribution.peers
     peers.doing("call" if id(call) in step.warm else "compiling", update)
     try:
-        with eagerly(step.model):
+        with eagerly(step.model.run_eagerly):
             result = call(*arguments)
         first, *_ = result
         keras.tree.map_structure(lambda t: t.numpy(), first)  # waits for the end, where TensorFlow has not

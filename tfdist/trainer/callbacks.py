@@ -266,8 +266,6 @@ def chief_alone(callbacks: keras.callbacks.CallbackList, distribution: Distribut
 
 
 def _called_alone(hook: Callable, what: str, distribution: Distribution) -> Callable:
-    strategy = distribution.strategy
-
     def refuse(*arguments: object, **options: object) -> None:
         raise UserError(
             f"{what}, and reads what is summed over the workers, such as a metric",
@@ -275,12 +273,8 @@ def _called_alone(hook: Callable, what: str, distribution: Distribution) -> Call
         )
 
     def called(*arguments: object, **options: object) -> object:
-        with distribution.peers.apart(what):
-            strategy.reduce = refuse
-            try:
-                return hook(*arguments, **options)
-            finally:
-                del strategy.reduce
+        with distribution.peers.apart(what), keras_internals.replaced("reduce", [(distribution.strategy, refuse)]):
+            return hook(*arguments, **options)
 
     return called
 

@@ -326,7 +326,7 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
     try:
         with (
             distribution.peers.during("compiling"),
-            step_calls.eagerly(step.model),
+            step_calls.eagerly(step.model.run_eagerly),
             _without_zero_weights(step.model) if varied else contextlib.nullcontext(),
         ):
             outcome = _agree_op_by_op(step, rows, comparison) or _Outcome.of(probe)

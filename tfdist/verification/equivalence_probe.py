@@ -20,7 +20,7 @@ from tfdist.data.spec import Structure
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals, layer_state, metrics
 from tfdist.keras_bridge.loss import SAMPLE_ROWS
-from tfdist.step import functions, own_step
+from tfdist.step import functions, own_step, step_calls
 from tfdist.step.batch_loop import LogNames
 from tfdist.step.replica import Replica
 from tfdist.step.step import Step, spread_over
@@ -182,11 +182,9 @@ class EquivalenceProbe:
         order = tf.constant(some if some is not None else range(self.count), tf.int32)
         order = order[::-1] if backwards else order
         before: list[tuple[tf.Variable, np.ndarray]] = []
-        eagerly = tf.config.functions_run_eagerly()
-        counted = _python_numbers(self.model) if eagerly else []
+        counted = _python_numbers(self.model) if tf.config.functions_run_eagerly() else []
         try:
-            tf.config.run_functions_eagerly(eagerly or self._keras_only)
-            with self._unchanged():
+            with step_calls.eagerly(self._keras_only), self._unchanged():
                 function = self._function(whole)
                 before = [(variable, variable.numpy()) for variable in function.others]
                 for _ in range(times):
@@ -197,7 +195,6 @@ class EquivalenceProbe:
                     for variable in function.foreign:
                         values[f"{STATE} {_name(variable)!r}"] = tf.convert_to_tensor(variable)
         finally:
-            tf.config.run_functions_eagerly(eagerly)
             for variable, value in before:
                 variable.assign(value)
             moved = [entry for entry in counted if getattr(*entry[:2], entry[2]) != entry[2]]
