@@ -1,7 +1,5 @@
 """A started strategy for the rest of tfdist: the few operations in which the strategies differ."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable
@@ -32,7 +30,7 @@ class Distribution:
     """Name as in `--strategy`: `default`, `mirrored`, `multi_worker`, `tpu` or `horovod`."""
     reason: str
     """Why this strategy, in words for a person."""
-    strategy: tf.distribute.Strategy
+    strategy: "tf.distribute.Strategy"
     """The `tf.distribute.Strategy` under whose scope variables are created."""
     replicas: int
     """Copies of the model over all workers."""
@@ -44,15 +42,15 @@ class Distribution:
     """`run(fn, args)`: calls `fn(*args)` once per local replica, returns per-replica values."""
     local: Callable[[Any], tuple[Any, ...]] = lambda value: (value,)
     """This worker's values of a per-replica value, in order of replicas."""
-    replica_id: Callable[[], int | tf.Tensor] = lambda: 0
+    replica_id: "Callable[[], int | tf.Tensor]" = lambda: 0
     """Index of the current replica among all, an int or an int32 scalar."""
-    all_sum: Callable[[list[tf.Tensor]], list[tf.Tensor]] = lambda tensors: tensors
+    all_sum: "Callable[[list[tf.Tensor]], list[tf.Tensor]]" = lambda tensors: tensors
     """Sums each dense tensor of a list over all replicas."""
-    all_gather: Callable[[list[tf.Tensor]], list[tf.Tensor]] = lambda tensors: tensors
+    all_gather: "Callable[[list[tf.Tensor]], list[tf.Tensor]]" = lambda tensors: tensors
     """Concatenates each flat tensor of a list over all replicas, in their order; on all it has the same size."""
-    average: Callable[[list[keras.Variable]], None] = lambda variables: None
+    average: "Callable[[list[keras.Variable]], None]" = lambda variables: None
     """Sets each floating-point variable to its mean over all replicas."""
-    broadcast: Callable[[list[keras.Variable]], None] = lambda variables: None
+    broadcast: "Callable[[list[keras.Variable]], None]" = lambda variables: None
     """Gives each variable the chief's value, where creating it under `scope` did not."""
     creating: Callable[[AbstractContextManager[object]], AbstractContextManager[object]] = lambda scope: scope
     """Wraps the scope of the strategy in which variables are created."""

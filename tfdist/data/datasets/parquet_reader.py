@@ -1,7 +1,5 @@
 """Reads Parquet files into columns, as `csv_reader` does CSV; types tell numbers from categories."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -51,7 +49,7 @@ def read(paths: Sequence[str], columns: Iterable[str], kinds: dict[str, str], sk
     return builder.table(f"{paths[0]} has no rows", skip)
 
 
-def _opened(path: str, use: Callable[[ParquetFile], T]) -> T:
+def _opened(path: str, use: "Callable[[ParquetFile], T]") -> T:
     """Returns what `use` gets from a file."""
     from pyarrow import parquet
 
@@ -62,7 +60,7 @@ def _opened(path: str, use: Callable[[ParquetFile], T]) -> T:
         raise UserError(f"{path} cannot be read: {why}", "give a Parquet file") from None
 
 
-def _kind(path: str, name: str, kind: pa.DataType) -> str:
+def _kind(path: str, name: str, kind: "pa.DataType") -> str:
     """Returns whether a column of this type is of numbers or of categories."""
     from pyarrow import types
 
@@ -78,11 +76,11 @@ def _kind(path: str, name: str, kind: pa.DataType) -> str:
     raise UserError(what, f"leave it out with data.options=leave_out={[name]}")
 
 
-def _plain(values: pa.Array) -> pa.Array:
+def _plain(values: "pa.Array") -> "pa.Array":
     return values.dictionary_decode() if hasattr(values, "dictionary_decode") else values
 
 
-def _numbers(path: str, name: str, values: pa.Array) -> tuple[np.ndarray, list[int]]:
+def _numbers(path: str, name: str, values: "pa.Array") -> tuple[np.ndarray, list[int]]:
     """Returns the values, NaN where there is none that can be used, and where they are no numbers of float32."""
     import pyarrow as pa
 
@@ -98,7 +96,7 @@ def _numbers(path: str, name: str, values: pa.Array) -> tuple[np.ndarray, list[i
     return floats, wrong
 
 
-def _texts(path: str, name: str, values: pa.Array) -> list[str]:
+def _texts(path: str, name: str, values: "pa.Array") -> list[str]:
     """Returns the texts of a column, stripped; "" where there is none, and integers without a point."""
     values = _plain(values)
     _kind(path, name, values.type)

@@ -5,8 +5,6 @@ Its C++ side waits for processes that may never come, and then aborts; so the wo
 it can be said who is missing: through the store of horovodrun, in which Gloo's ranks leave their addresses, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
@@ -109,29 +107,29 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
 
     from tfdist.distributed.collectives import bucketed, gather_by_sum
 
-    def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def reduce(tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
         return hvd.grouped_allreduce(tensors, op=hvd.Sum) if tensors else []
 
-    def all_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def all_sum(tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
         if hvd.size() == 1:
             return tensors
         # It knows no bfloat16; a sum in float32 is at least as good.
         known = [tf.cast(t, tf.float32) if t.dtype == tf.bfloat16 else t for t in tensors]
         return [tf.cast(s, t.dtype) for s, t in zip(bucketed(known, reduce), tensors)]
 
-    def all_gather(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def all_gather(tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
         return tensors if hvd.size() == 1 else gather_by_sum(tensors, all_sum, hvd.rank(), hvd.size())
 
-    def average(variables: list[keras.Variable]) -> None:
+    def average(variables: "list[keras.Variable]") -> None:
         totals = all_sum([tf.convert_to_tensor(v.value) for v in variables])
         for variable, total in zip(variables, totals):
             variable.assign(total / hvd.size())
 
-    def broadcast(variables: list[keras.Variable]) -> None:
+    def broadcast(variables: "list[keras.Variable]") -> None:
         if hvd.size() > 1:
             hvd.broadcast_variables([v.value for v in variables], root_rank=0)
 
-    def all_reduce(reduce_op: tf.distribute.ReduceOp | str, value: object, options: object = None) -> object:
+    def all_reduce(reduce_op: "tf.distribute.ReduceOp | str", value: object, options: object = None) -> object:
         op = hvd.Average if getattr(reduce_op, "value", reduce_op).upper() == "MEAN" else hvd.Sum
         return tf.nest.map_structure(lambda t: hvd.allreduce(t, op=op), value)
 
@@ -172,7 +170,7 @@ def meet(limit: float, environ: Mapping[str, str]) -> tuple[str, ...]:
     return _await_all(store, size, limit, here)
 
 
-def _await_all(store: _Store, size: int, limit: float, here: str) -> tuple[str, ...]:
+def _await_all(store: "_Store", size: int, limit: float, here: str) -> tuple[str, ...]:
     """Waits for all workers, and sends them all host names, or who is missing."""
     hosts: dict[int, str] = {}
     for left in _pauses(limit):
@@ -192,7 +190,7 @@ def _await_all(store: _Store, size: int, limit: float, here: str) -> tuple[str, 
     return tuple(names)
 
 
-def _await_chief(store: _Store, size: int, limit: float, here: str) -> tuple[str, ...]:
+def _await_chief(store: "_Store", size: int, limit: float, here: str) -> tuple[str, ...]:
     """Waits for the answer of the chief."""
     text = None
     for left in _pauses(limit + _GRACE_S):
