@@ -30,9 +30,8 @@ def functions(experiment: Experiment) -> dict[str, str]:
     name = experiment.data.name
     if ":" in name and field_syntax.files(name) is None:  # in TFDS, too, the part before a colon names other code
         names["data.name"] = name
-    for field, name in (("model.name", experiment.model.name), ("optimizer.name", experiment.optimizer.name)):
-        if field_syntax.is_reference(name):
-            names[field] = name
+    named = {"model.name": experiment.model.name, "optimizer.name": experiment.optimizer.name}
+    names |= {field: name for field, name in named.items() if field_syntax.is_reference(name)}
     for spec in (training_objects.loss(train), *training_objects.metrics(train), *training_objects.callbacks(train)):
         if spec is not None and not spec.kind:
             names.setdefault(spec.field, spec.name)

@@ -144,7 +144,7 @@ class RunFolder:
         if not self.path.is_absolute() and pathlib.Path.cwd().is_relative_to(real):
             raise UserError(f"--workdir={self.path} holds an earlier run, and this command runs inside of it", fix)
         try:
-            moved = _unused(real)
+            moved = unused(real)
             try:
                 real.rename(moved)
             except OSError as error:
@@ -293,7 +293,7 @@ def _undated_zip_entries() -> Iterator[None]:
 os.register_at_fork(after_in_child=lambda: [*map(RunFolder.forget, list(_OPEN))])
 
 
-def _unused(path: pathlib.Path) -> pathlib.Path:
+def unused(path: pathlib.Path) -> pathlib.Path:
     """Returns the first of `path.1`, `path.2` and so on that does not exist, not even as a dangling link."""
     names = (path.with_name(f"{path.name}.{i}") for i in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
@@ -301,7 +301,7 @@ def _unused(path: pathlib.Path) -> pathlib.Path:
 
 def _move_within(real: pathlib.Path) -> pathlib.Path:
     """Moves a run into a folder within its own. `RESULTS` go last, so that an interrupted move is completed later."""
-    moved = _unused(real / _WITHIN)
+    moved = unused(real / _WITHIN)
     moved.mkdir()
     for name in sorted(os.listdir(real), key=lambda name: name in RESULTS):
         if name not in (LOGS, LOCK) and not re.fullmatch(rf"{_WITHIN}\.\d+", name):

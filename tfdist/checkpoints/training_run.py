@@ -120,11 +120,8 @@ def restore(
     if odd and run.distribution.is_chief:
         logger.info(f"WARNING: results may not be bit-identical from here on: {'; '.join(odd)}")
     restore_callbacks(run.callbacks, state["callbacks"])
-    anew = {
-        type(c).__name__
-        for name, c in training_state.named(run.callbacks)
-        if name not in state["callbacks"] and starts_anew(c)
-    }
+    others = [callback for name, callback in training_state.named(run.callbacks) if name not in state["callbacks"]]
+    anew = {type(callback).__name__ for callback in filter(starts_anew, others)}
     if anew and run.distribution.is_chief:
         why = "no checkpoint has their state: give them get_state and set_state, as tfdist.Callback has"
         logger.info(f"WARNING: the callbacks {', '.join(sorted(anew))} start anew, {why}")

@@ -16,7 +16,6 @@ input is wrong, or nothing could be compared; 130 or 143 ended by a signal.
 
 import contextlib
 import functools
-import itertools
 import os
 import pathlib
 from collections.abc import Iterator
@@ -79,9 +78,7 @@ def _own_folder(path: pathlib.Path) -> Iterator[run_folder.RunFolder]:
     folder.create()
     try:
         if (path / runner.RECORD).exists():
-            names = (path.with_name(f"{path.name}.{i}") for i in itertools.count(1))
-            moved = next(name for name in names if not name.exists())
-            path.rename(moved)
+            moved = path.rename(run_folder.unused(path))
             folder.release()
             (moved / folder_lock.LOCK).unlink(missing_ok=True)
             logger.info(f"the earlier comparison in {path} is now in {moved}")

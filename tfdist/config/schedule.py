@@ -128,11 +128,8 @@ def _decay(experiment: Experiment, per_epoch: int, updates: int, warmup: int) ->
                 what = f"boundaries in {field}={options['boundaries']!r} are not understood"
                 raise UserError(what, "write 30% 60% 80%")
             boundaries = tuple(duration(f"boundaries in {field}", text, per_epoch, batch, updates) for text in texts)
-            if (
-                list(boundaries) != sorted(set(boundaries))
-                or not warmup <= boundaries[0] <= boundaries[-1] < updates
-                or not boundaries[0]
-            ):
+            ascend = list(boundaries) == sorted(set(boundaries))
+            if not (ascend and max(warmup, 1) <= boundaries[0] <= boundaries[-1] < updates):
                 raise UserError(
                     f"boundaries in {field} are updates {', '.join(map(str, boundaries))}: "
                     f"they must ascend from the end of the warm-up ({warmup}) to before the end of the run ({updates})"

@@ -3,7 +3,7 @@ and their results."""
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -257,8 +257,7 @@ def count_reset(model: keras.Model) -> None:
     _RESETS[_first(model)] = _RESETS.get(_first(model), 0) + 1
 
 
-@contextlib.contextmanager
-def counting_resets(model: keras.Model) -> Iterator[None]:
+def counting_resets(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """Counts, within it, what Keras resets, too."""
     metric = _first(model)
     theirs = metric.reset_state
@@ -267,8 +266,7 @@ def counting_resets(model: keras.Model) -> Iterator[None]:
         count_reset(model)
         theirs()
 
-    with keras_internals.replaced("reset_state", [(metric, reset_state)]):
-        yield
+    return keras_internals.replaced("reset_state", [(metric, reset_state)])
 
 
 def _first(model: keras.Model) -> keras.Metric:

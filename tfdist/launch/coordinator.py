@@ -295,14 +295,9 @@ class Coordinator:
         counts = [self._links[n].member.nproc if n else plan.nproc for n in members]
         world, port = sum(counts), listener.getsockname()[1]
         self._agent.listener = listener
-        self._agent.attempts = json.dumps(
-            {
-                "launch": self._launch,
-                "since": self._since,
-                "nodes": len(members),
-                "rounds": self._attempts[-_RECORDED:],
-            }
-        )
+        earlier = self._attempts[-_RECORDED:]
+        rounds = {"launch": self._launch, "since": self._since, "nodes": len(members), "rounds": earlier}
+        self._agent.attempts = json.dumps(rounds)
         self._attempts.append([len(members), world])
         for place, node in enumerate(members):
             this = node_agent.Attempt(attempt, place, world, sum(counts[:place]), port, salt)

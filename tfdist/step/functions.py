@@ -132,9 +132,7 @@ def prediction_call(replica: Replica, layout: Layout, with_targets: bool = False
     return tf.function(call, autograph=False, reduce_retracing=True)
 
 
-def prediction_step(
-    replica: Replica, layout: Layout, with_targets: bool = False
-) -> Callable[[ReplicaBatch], Structure]:
+def prediction_step(replica: Replica, layout: Layout, with_targets: bool) -> Callable[[ReplicaBatch], Structure]:
     """Makes the function that predicts the rows of one replica; it runs in replica context."""
 
     def predict(rows: MicroBatch) -> Structure:

@@ -237,8 +237,7 @@ def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
         changes.enter_context(keras_internals.without_reduction())
         for optimizer in known:
             base = inner_optimizer(optimizer)
-            changes.callback(setattr, base, "use_ema", base.use_ema)
-            base.use_ema = False
+            changes.enter_context(keras_internals.replaced("use_ema", [(base, False)]))
             if averaging[id(base)] and optimizer.built:
                 averaged = keras_internals.optimized_variables(base)
                 constraints.update(changes.enter_context(ema.unconstrained(averaged)))

@@ -167,11 +167,7 @@ class Step:
             return self._reset[2](bool(self.own_steps[kind]))
 
     def build(
-        self,
-        data: tuple[Structure, ...],
-        bare: bool | None,
-        outputs_only: bool,
-        whole: Callable[[], tuple[Structure, ...]],
+        self, data: tuple[Structure, ...], bare: bool | None, outputs_only: bool, whole: Callable[[], tuple]
     ) -> None:
         """Creates what Keras creates lazily (weights, metric and optimizer variables), under the scope.
 

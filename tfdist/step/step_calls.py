@@ -114,7 +114,7 @@ def _key(model: keras.Model, distribution: Distribution) -> tuple[int | str, ...
 
 @contextlib.contextmanager
 def eagerly(wanted: bool) -> Iterator[None]:
-    """Lets the compiled functions run as Python, op by op, if `wanted`: for prints and debuggers, or to trace nothing."""
+    """Lets the compiled functions run as Python, op by op, if `wanted`, such as for prints and debuggers."""
     before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(before or wanted)
     try:

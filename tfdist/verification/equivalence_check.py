@@ -191,7 +191,7 @@ class _Outcome(NamedTuple):
     is_conclusive: bool  # whether a difference would show in spite of rounding and random numbers
 
     @classmethod
-    def of(cls, probe: EquivalenceProbe, some: Sequence[int] | None = None) -> "_Outcome":
+    def of(cls, probe: EquivalenceProbe, some: Sequence[int] = ()) -> "_Outcome":
         """Computes all rows, or some, in both ways, and as a whole in the opposite order."""
         whole, backwards = probe.run(True, some=some), probe.run(True, backwards=True, some=some)
         parts, rounding = probe.run(False, some=some), _rounding(probe.model)
@@ -253,7 +253,7 @@ def _of_some_rows(probe: EquivalenceProbe, groups: list[list[int]]) -> _Outcome 
     return None
 
 
-def _compare_in_float64(probe: EquivalenceProbe, some: Sequence[int] | None = None) -> _Outcome | None:
+def _compare_in_float64(probe: EquivalenceProbe, some: Sequence[int] = ()) -> _Outcome | None:
     """Compares again with hardly any rounding, as deep networks need it; None where that is inconclusive, too."""
     try:
         with keras_internals.computing_in(probe.model, "float64"):
@@ -264,7 +264,7 @@ def _compare_in_float64(probe: EquivalenceProbe, some: Sequence[int] | None = No
         return None
 
 
-def _by_order(probe: EquivalenceProbe, outcome: _Outcome, least: float, some: Sequence[int] | None) -> _Outcome | None:
+def _by_order(probe: EquivalenceProbe, outcome: _Outcome, least: float, some: Sequence[int]) -> _Outcome | None:
     """Returns what differs since the order of the rows decides, as with a capacity; None where it may be random."""
     random, kept = probe.draws_random_numbers(), outcome.whole.values if least == NO_ROUNDING else outcome.noise
     # Without random numbers, what is another the next time follows a state, as of a layer that keeps the last rows.
@@ -334,7 +334,7 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
                 outcome = _of_some_rows(probe, probe.some_rows()) or outcome
             if not outcome.is_conclusive:
                 exact = _compare_in_float64(probe)
-                outcome = exact or _by_order(probe, outcome, NO_ROUNDING, None) or outcome
+                outcome = exact or _by_order(probe, outcome, NO_ROUNDING, ()) or outcome
     except tf.errors.ResourceExhaustedError:
         _refuse_by_structure(step, [comparison])
         return None  # the first batch will say more

@@ -164,22 +164,17 @@ class EquivalenceProbe:
         return fits
 
     def run(
-        self,
-        whole: bool,
-        backwards: bool = False,
-        times: int = 1,
-        factor: float = 1.0,
-        some: Sequence[int] | None = None,
+        self, whole: bool, backwards: bool = False, times: int = 1, factor: float = 1.0, some: Sequence[int] = ()
     ) -> ProbeResult:
         """Computes all rows on every replica, as if it were the only one, or in the parts that share them.
 
         Args:
-          some: only these rows, by number.
+          some: only these rows, by number, if any.
           backwards: whether in the opposite order.
           times: returns the last of so many results, for which random generators have moved on.
           factor: of the gradients that a step of the user's own is given.
         """
-        order = tf.constant(some if some is not None else range(self.count), tf.int32)
+        order = tf.constant(some or range(self.count), tf.int32)
         order = order[::-1] if backwards else order
         before: list[tuple[tf.Variable, np.ndarray]] = []
         counted = _python_numbers(self.model) if tf.config.functions_run_eagerly() else []
@@ -272,7 +267,7 @@ class EquivalenceProbe:
             bare, replica = replica.bare, Replica(model, dataclasses.replace(distribution, **same), jit=False)
             replica.bare = bare
         layout = self._layout(whole)
-        predicted = functions.prediction_step(replica, layout) if comparison.kind == "predict" else None
+        predicted = functions.prediction_step(replica, layout, False) if comparison.kind == "predict" else None
 
         def one(leaves: list[tf.Tensor], taken: HostSlice | tf.Tensor) -> Any:
             rows = keras.tree.pack_sequence_as(self.rows, leaves)

@@ -107,11 +107,8 @@ def _by_split(
     by_split: dict[str, dict[str, tuple[str, np.ndarray]]] = {}
     for name, read in arrays.items():
         for column, stem in named.items():
-            split = (
-                "train"
-                if name == stem
-                else next((s for s in examples.SPLIT_NAMES if name in (f"{stem}_{s}", f"{s}_{stem}")), "")
-            )
+            spelled = ((s, (f"{stem}_{s}", f"{s}_{stem}")) for s in examples.SPLIT_NAMES)
+            split = next((s for s, names in [("train", (stem,)), *spelled] if name in names), "")
             if not split:
                 continue
             if column in by_split.setdefault(split, {}):
