@@ -181,10 +181,7 @@ class NotReachedError(wire.WireError):
 
 
 def reach(
-    attempt: Callable[[float], T],
-    deadline: float,
-    report: Callable[[wire.WireError, float], None],
-    hangups: float = math.inf,
+    attempt: Callable[[float], T], deadline: float, report: Callable[[wire.WireError, float], None], hangups: float
 ) -> T:
     """Repeats an attempt to connect until it succeeds, since the other side may start later.
 
@@ -451,6 +448,7 @@ class _JoiningWorker(_Registration):
                 lambda limit: wire.connect(host, port, self._cluster.secret, limit),
                 self._deadline,
                 lambda error, now: self._remind(f"{chief} ({error})", now),
+                math.inf,
             )
         except NotReachedError as error:
             self._report_late(0)

@@ -92,12 +92,17 @@ def assignments(field: str, text: str) -> dict[str, str]:
     return values
 
 
+def float_or_nan(text: str) -> float:
+    """Returns the number in `text`, NaN where there is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def number(field: str, text: str) -> float:
     """Returns the finite number in `text`."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = float_or_nan(text)
     if not math.isfinite(value):
         raise UserError(f"{field} must be a number, got {text!r}")
     return value

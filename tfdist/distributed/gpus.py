@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Mapping
 
+from tfdist.config.field_syntax import float_or_nan
 from tfdist.distributed import child_process
 from tfdist.errors import UserError, one_line, printable
 
@@ -74,14 +75,8 @@ def parse_line(line: str) -> DriverGPU | None:
     if len(fields) != len(_QUERY.split(",")) or not fields[0].isdigit():
         return None
     number, uuid, load, total, used, _, driver, name = fields
-    return DriverGPU(int(number), uuid, name, _number(load) / 100, _number(used), _number(total), driver)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:  # "[N/A]", "[Not Supported]", "ERR!"
-        return math.nan
+    share, used_mib, total_mib = map(float_or_nan, (load, used, total))  # "[N/A]", "[Not Supported]", "ERR!"
+    return DriverGPU(int(number), uuid, name, share / 100, used_mib, total_mib, driver)
 
 
 def least_used(gpus: tuple[DriverGPU, ...], count: int) -> tuple[DriverGPU, ...]:

@@ -102,11 +102,6 @@ class SlicedState:
         self.slices = {place: _of_replica(w, distribution) for place, w in weights.items() if large(w)}
         """A slice of each large weight, in which it is updated, by its place; empty between updates."""
 
-    def cut(self) -> None:
-        """Keeps slices alone."""
-        for slot in self.slots:
-            slot.cut()
-
     def join(self) -> None:
         """Gives the optimizer its state in whole; called by all workers."""
         with self._distribution.peers.during("saving"):
@@ -188,7 +183,8 @@ def begin(model: keras.Model, distribution: Distribution) -> SlicedState | None:
         for entries in (_KEPT, _ACTIVE):
             weakref.finalize(optimizer, entries.pop, key, None).atexit = False
     _ACTIVE[key] = _KEPT[key]
-    _KEPT[key].cut()
+    for slot in _KEPT[key].slots:
+        slot.cut()
     return _KEPT[key]
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tfdist.cluster import discovery, env_vars
 from tfdist.cluster.addresses import is_loopback
+from tfdist.config.field_syntax import float_or_nan
 from tfdist.errors import UserError
 
 JOIN_S, SCALE_S = 30.0, 10.0  # default of --join_timeout and of --scale_wait
@@ -159,10 +160,7 @@ def whole(name: str, value: str | int, least: int, most: float = math.inf) -> in
 
 def seconds(name: str, text: str, least: float = math.ulp(0.0)) -> float:
     """Reads a number of seconds, or raises UserError."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = float_or_nan(text)
     if not least <= value < math.inf:
         raise UserError(f"{name} must be a {'' if least == 0 else 'positive '}number of seconds, got {text}")
     return value

@@ -1,6 +1,7 @@
 """The launcher's flags, and the plan that they and the machine give: which workers to start, and how."""
 
 import argparse
+import dataclasses
 import json
 import os
 import shlex
@@ -8,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from tfdist import __version__
+from tfdist import __version__, config
 from tfdist.cluster import env_vars
 from tfdist.config import buckets, field_syntax, validation
 from tfdist.config.messages import aside
@@ -167,11 +168,9 @@ def _check_elastic(train: _TrainFlags, nodes: machines.Nodes, nproc: int) -> Non
     if train.experiment["config.checkpoint.every"] == "off":
         raise UserError(f"{nodes.size} needs checkpoints to go on from, and checkpoint.every=off", "set it to a time")
     workers = nodes.max * nproc
-    field, given, needed = (
-        ("virtual_replicas", virtual_replicas, workers)
-        if virtual_replicas
-        else ("batch_size", batch, workers * accumulate)
-    )
+    field, given, needed = "batch_size", batch, workers * accumulate
+    if virtual_replicas:
+        field, given, needed = "virtual_replicas", virtual_replicas, workers
     if given < needed:
         what = f"{nodes.size} may become {workers} workers, too many for train.{field}={given}"
         raise UserError(what, f"use at least {needed}, or fewer nodes")
@@ -179,11 +178,8 @@ def _check_elastic(train: _TrainFlags, nodes: machines.Nodes, nproc: int) -> Non
 
 def _train_flags(rest: Sequence[str]) -> _TrainFlags:
     """Parses the flags of `tfdist.train`, so that a typo shows once and here."""
-    import dataclasses
-
     from absl import flags
 
-    from tfdist import config
     from tfdist.config import runtime_options
     from tfdist.config.commands import command_line
 
