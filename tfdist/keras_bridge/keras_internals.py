@@ -36,7 +36,7 @@ from tensorflow.python.ops import custom_gradient, gen_math_ops
 from tfdist.data.spec import Structure
 from tfdist.errors import UserError
 
-PATCHED = threading.RLock()
+_PATCHED = threading.RLock()
 """Held while a class or module of Keras is changed: of two threads that trace at once, one would undo the other's."""
 
 
@@ -46,7 +46,7 @@ def patched(*changes: tuple[type | types.ModuleType, str, Callable[[Any], Any]],
 
     `alone` keeps other threads from doing so meanwhile.
     """
-    with PATCHED if alone else contextlib.nullcontext():
+    with _PATCHED if alone else contextlib.nullcontext():
         before = [(owner, name, name in vars(owner), getattr(owner, name, None)) for owner, name, _ in changes]
         for (owner, name, make), (*_, theirs) in zip(changes, before):
             setattr(owner, name, make(theirs))
