@@ -12,6 +12,8 @@ import tfdist
 from tfdist import config
 from tfdist.checkpoints import training_state
 from tfdist.config import validation
+from tfdist.data import spec_file
+from tfdist.data.datasets import registry, tables
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays
 from tfdist.data.spec import Spec
@@ -165,6 +167,61 @@ def test_a_file_for_other_data(spec, message, tmp_path):
     built().save(tmp_path / "a.keras")
     with refused(message):
         built(tmp_path / "a.keras", "", spec)
+
+
+def flats(path, towns, rows, low, seed=0, **fields):
+    """Writes a table of flats, and returns the experiment that trains on it."""
+    r = np.random.default_rng(seed)
+    lines = [
+        f"{size:.1f},{town},{size * 7:.1f}\n" for size, town in zip(r.uniform(low, 150, rows), r.choice(towns, rows))
+    ]
+    path.write_text("size,town,price\n" + "".join(lines))
+    splits = {"train_split": "train", "eval_split": "train", "options": fields.pop("options", "target=price")}
+    return config.Experiment(data=config.Data(name=f"csv:{path}", **splits), model=config.Model(**fields))
+
+
+@pytest.mark.parametrize("target", ["price", "town"])
+def test_another_table_is_encoded_as_the_file_was_trained(target, tmp_path):
+    options = f"target={target}"
+    first = flats(tmp_path / "a.csv", ["Bern", "Lyon", "Oslo"], 60, 20, name="table_mlp", options=options)
+    before = registry.load(first)
+    model = models.build(first, before.spec)
+    (tmp_path / "run").mkdir()
+    model.save(tmp_path / "run/model.keras")
+    spec_file.write(lambda name, text: (tmp_path / "run" / name).write_text(text), before.spec)
+    again = flats(tmp_path / "b.csv", ["Lyon", "Oslo"], 30, 100, 1, name=f"{tmp_path}/run/model.keras", options=options)
+    loaded = registry.load(again)
+    expected = tables.read_rows(f"{tmp_path}/b.csv", before.spec.columns, before.spec.target, {"target": target})
+    by_price = lambda inputs, targets: np.lexsort((*inputs["numbers"].T, targets))
+    for rows in loaded.train.columns, loaded.eval.columns:
+        for got, wanted in zip(keras.tree.flatten(rows), keras.tree.flatten(expected)):
+            np.testing.assert_array_equal(got[by_price(*rows)], wanted[by_price(*expected)])
+    assert loaded.spec == before.spec
+    x = loaded.eval.columns[0]
+    np.testing.assert_array_equal(models.build(again, loaded.spec).predict(x), model.predict(x))
+
+
+def test_a_file_that_does_not_tell_how_its_table_was_encoded(tmp_path, said):
+    experiment = flats(tmp_path / "a.csv", ["Bern", "Lyon"], 60, 20, name="table_mlp")
+    spec = registry.load(experiment).spec
+    models.build(experiment, spec).save(tmp_path / "a.keras")
+    experiment.model.weights = str(tmp_path / "a.keras")
+    models.build(experiment, spec)
+    assert not any("WARNING" in line for line in said)
+    spec_file.write(lambda name, text: (tmp_path / name).write_text(text), spec)
+    other = registry.load(flats(tmp_path / "b.csv", ["Bern", "Oslo"], 60, 20)).spec
+    models.build(experiment, other)
+    assert "has other means, deviations or texts, which its weights fit" in said[-1]
+    experiment.model = config.Model(name=str(tmp_path / "a.keras"))
+    with refused("has the inputs size, and the model was trained on size, town"):
+        registry.load(
+            dataclasses.replace(
+                experiment, data=dataclasses.replace(experiment.data, options="target=price, leave_out=town")
+            )
+        )
+    (tmp_path / "data.json").unlink()
+    with refused("does not tell how the columns of its training's table were encoded: keep the data.json of its run"):
+        models.build(experiment, registry.load(experiment).spec)
 
 
 def test_a_file_keeps_its_precision(tmp_path):

@@ -125,7 +125,8 @@ def written(c, path, status="completed", epochs=(), **result):
 
 
 def made(path, values, line, parallel=1, cores=(0,), **search):
-    """A sweep over batch sizes whose runs are lines for a shell."""
+    """A sweep over batch sizes, or the fields in `values`, whose runs are lines for a shell."""
+    fields = values if isinstance(values, dict) else {"train.batch_size": values}
 
     def command(c):
         return trial.Trial(
@@ -134,7 +135,7 @@ def made(path, values, line, parallel=1, cores=(0,), **search):
 
     return runner.Sweep(
         "it",
-        runner.Search({"train.batch_size": values}, BASE, **search),
+        runner.Search(fields, BASE, **search),
         command,
         path,
         runner.places(parallel, (), cores),
@@ -200,15 +201,35 @@ def test_the_result_of_another_run_and_a_changed_journal_rank_nothing(sweep):
         sweep([32, 64], written)
 
 
-def test_runs_on_other_data_are_not_ranked_together(sweep, monkeypatch):
-    facts = {"train.batch_size=32": 1, "train.batch_size=64": 1, "train.batch_size=16": 2}
-    monkeypatch.setattr(runner.files, "newest_first", lambda folder: [folder.parent])
-    state = lambda folder: {"facts": {"checksum of all targets": facts[folder.name]}}
-    monkeypatch.setattr(runner.files, "read_state", state)
-    assert sweep([32, 64], written) == 0
-    assert sweep([32, 64, 16], written) == 1
+def test_runs_on_other_data_are_not_ranked_together(sweep):
+    facts = {32: 1, 64: 1, 16: 2}
+    line = lambda c, path: written(c, path, facts={"checksum of all targets": facts[c["train.batch_size"]]})
+    assert sweep([32, 64], line) == 0
+    assert sweep([32, 64, 16], line) == 1
     assert [row["status"] for row in sweep.record()["rows"]] == ["completed", "completed", "refused"]
     assert "the data have changed since train.batch_size=32" in sweep.record()["rows"][-1]["reason"]
+
+
+@pytest.mark.parametrize(
+    "field, values, changed, refused",
+    [
+        ("data.shuffle", [True, False], "checksum of all inputs", True),
+        ("data.augment", ["", "flip"], "checksum of targets", True),
+        ("data.augment", ["", "mixup(0.2)"], "checksum of targets", False),  # rows of shares
+        ("data.image_size", ["8", "16"], "checksum of all inputs", False),  # which a resize changes
+        ("data.image_size", ["8", "16"], "checksum of labels of the validation", True),
+        ("data.train_split", ["train", "train[:50%]"], "a target", False),  # other rows
+        ("data.train_split", ["train", "train[:50%]"], "a target of the validation", True),
+        ("data.eval_split", ["test", "train"], "a target", True),
+        ("data.eval_split", ["test", "train"], "a target of the validation", False),
+        ("data.name", ["digits", "synthetic"], "a target", False),
+        ("optimizer.name", ["sgd", "adam"], "a target", True),
+    ],
+)
+def test_what_another_field_of_the_data_may_change(field, values, changed, refused, sweep):
+    line = lambda c, path: written(c, path, facts={changed: values.index(c[field])})
+    assert sweep({field: values}, line) == int(refused)
+    assert ["refused" in row["status"] for row in sweep.record()["rows"]] == [False, refused]
 
 
 def test_another_experiment_in_the_folder_is_refused(sweep, monkeypatch):

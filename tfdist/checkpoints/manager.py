@@ -66,7 +66,7 @@ class Checkpoints:
         self._keep, self._storage = keep, storage or kept_at
         self._name = self._storage.shown(self.folder)
         self._every, self._asynchronous, self._resume, self._changed = every, asynchronous, resume, changed
-        self._experiment, self._data_sha256, self._given = dict(experiment or {}), data_sha256, dict(facts or {})
+        self._experiment, self._data_sha256, self.facts = dict(experiment or {}), data_sha256, dict(facts or {})
         self.off = every == "off"
         self.begun: Callable[[], None] = lambda: None  # called once nothing of the run to resume is refused any more
         self.resumed_from: int | None = None  # update
@@ -89,6 +89,7 @@ class Checkpoints:
             "checkpoint.every", self._every, run.updates_per_epoch, run.global_batch
         )
         chosen = None
+        self.facts |= run.facts
         if run.distribution.is_chief:
             self._storage.begin()
             if self._resume != "never":
@@ -98,7 +99,7 @@ class Checkpoints:
                     self._experiment,
                     self._changed,
                     self._storage,
-                    self._facts(run),
+                    self.facts,
                     required=self._resume == "require",
                 )
         position = self._restore(run, chosen)
@@ -139,11 +140,6 @@ class Checkpoints:
         if position is None:
             raise TrainingError(f"no checkpoint in {self._name} can be used to go back to: start the run again")
         return position
-
-    def _facts(self, run: TrainingRun) -> dict[str, object]:
-        """Returns what is compared on resume besides the experiment: the data's content, which may change its form."""
-        form = ("kind", "examples", "elements", "batches")
-        return self._given | {n: f for n, f in run.facts.items() if n.removesuffix(" of the validation") not in form}
 
     def _restore(self, run: TrainingRun, checkpoint: LoadedCheckpoint | None) -> Position | None:
         position, best = training_run.restore(run, checkpoint, self._experiment)
@@ -227,7 +223,7 @@ class Checkpoints:
             )
 
     def _state(self, run: TrainingRun, position: Position) -> dict[str, object]:
-        return training_run.state_of(run, position, self._experiment, self._data_sha256, self._facts(run), self._best)
+        return training_run.state_of(run, position, self._experiment, self._data_sha256, self.facts, self._best)
 
     def start(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> None:
         """Begins to write a checkpoint in a thread, and deletes all but the newest and that of update `best`.

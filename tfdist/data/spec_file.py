@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from tfdist.config import local_files
+from tfdist.config import FILE, local_files
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 
@@ -51,6 +51,11 @@ def read(path: pathlib.Path) -> Spec | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"{file} cannot be used ({type(error).__name__}: {error})"
         raise UserError(what, "copy it back, or delete it") from None
+
+
+def of_model(file: str) -> Spec | None:
+    """Reads what the model in a run's `.keras` file was built for; None for others, and without `data.json` there."""
+    return read(pathlib.Path(file).expanduser().parent) if file.endswith(FILE) else None
 
 
 def _check(spec: Spec) -> None:

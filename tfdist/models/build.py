@@ -12,6 +12,7 @@ import keras
 from tfdist import config
 from tfdist.config import field_syntax, user_functions
 from tfdist.config.messages import logger
+from tfdist.data import spec_file
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Source, one_hot
 from tfdist.data.spec import Spec
@@ -57,6 +58,11 @@ def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> ker
     lines = []
     if wanted.weights:
         lines.append(pretrained.take(model, wanted.weights))
+        if spec.columns and getattr(spec_file.of_model(wanted.weights), "columns", spec.columns) != spec.columns:
+            lines.append(
+                f"WARNING: the table of {wanted.weights} has other means, deviations or texts, which its weights fit: "
+                f"model.name={wanted.weights} encodes this one alike"
+            )
         if wanted.name in config.APPLICATIONS:
             vision.correct(model)
     if wanted.freeze:
@@ -154,6 +160,9 @@ def _loaded(path: str, precision: str, spec: Spec) -> keras.Model:
     for layer in keras_internals.flat_layers(model):  # `model.trainable = True` leaves out the inside of a frozen one
         layer.trainable = True
     advice = f"choose a model by name and start with these weights: model.weights={path}"
+    if spec.columns and getattr(spec_file.of_model(path), "columns", None) != spec.columns:
+        what = f"model.name={path!r} does not tell how the columns of its training's table were encoded"
+        raise UserError(what, "keep the data.json of its run beside it")
     inputs = keras.tree.flatten(model.inputs)
     # Half precision leaves its last layer in float32.
     inner = keras_internals.flat_layers(model)

@@ -52,6 +52,7 @@ class Result:
     weights_sha256: str  # digest of the weights in order, as little-endian float32 bytes
     weights_norm: float  # sum of squares in float64
     files: dict[str, dict]  # size and SHA-256 of each file that later commands use
+    facts: dict[str, object]  # of data and code, by which a sweep notices that they have changed
     resumed_from: int | None  # the update that this process resumed from
     rollbacks: list[dict]  # after a loss that was not finite: `to` which update, and which were `skipped`
     accumulate: int  # at the end: more than `train.accumulate` after out-of-memory errors

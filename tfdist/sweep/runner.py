@@ -217,7 +217,7 @@ class Sweep:
                 self._queue(values, asked.number)
             raise
         value = None
-        if state == TrialState.COMPLETE and (odd := self._other_data(folder)):
+        if state == TrialState.COMPLETE and (odd := self._other_data(values, _facts(folder))):
             state, outcome = TrialState.FAIL, {"status": "refused", "reason": odd}
         if state == TrialState.COMPLETE:
             outcome = results.measured(folder)
@@ -253,16 +253,20 @@ class Sweep:
             raise UserError(f"{run.path} is damaged: {error}", "copy it back, or remove it to train it again") from None
         return True
 
-    def _other_data(self, folder: pathlib.Path) -> str:
-        """Tells how the data of a run differ from those of one that finished before; empty if they do not."""
-        alike = not any(field.startswith(("data.", "train.precision")) for field in self.search.space)
-        done = [name for name, t in self._latest().items() if t.state == TrialState.COMPLETE and name != folder.name]
-        facts: list[dict[str, Any]] = []
-        for name in (*done[:1], folder.name):
-            with contextlib.suppress(IndexError, files.DamagedError):
-                facts.append(files.read_state(files.newest_first(self.path / name / "checkpoints")[0]).get("facts", {}))
-        odd = [f for f in differing_facts(*facts) if f[0] != resume.MODEL_FILE] if alike and len(facts) == 2 else []
-        return f"the data have changed since {done[0]} ({odd[0][0]}): use another --workdir" if odd else ""
+    def _other_data(self, values: Values, facts: Mapping[str, object]) -> str:
+        """Tells how the data of a run differ from those of runs that finished before; empty if they do not."""
+        about_data = lambda v: {f: v[f] for f in v if f.startswith(("data.", "train.precision"))}
+        first: dict[str, tuple[str, Values]] = {}  # of the runs with the same fields of the data
+        for name, t in self._latest().items():
+            if t.state == TrialState.COMPLETE and t.user_attrs["values"] != values:
+                first.setdefault(str(about_data(t.user_attrs["values"])), (name, t.user_attrs["values"]))
+        for name, before in first.values():
+            there, here = about_data(before), about_data(values)
+            fields = {field for field in here if here[field] != there[field]} - {"data.shuffle"}
+            for fact, *_ in differing_facts(_facts(self.path / name), facts):
+                if fact != resume.MODEL_FILE and _may_be_compared(fact, fields, str((here, there))):
+                    return f"the data have changed since {name} ({fact}): use another --workdir"
+        return ""
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -310,6 +314,19 @@ class Sweep:
             logger.info(f"{elsewhere} runs go on in other processes; the same command takes what they leave")
         logger.info(f"results are in {self.path}{os.sep}: {PAGE}, {TABLE}, {RECORD}")
         return int(any(row.status in ("failed", "refused") for row in rows))
+
+
+def _facts(folder: pathlib.Path) -> Mapping[str, Any]:
+    return run_files.mapping(run_files.read(folder).result.get("facts"))
+
+
+def _may_be_compared(fact: str, fields: set[str], values: str) -> bool:
+    """Tells whether runs whose `fields` of the data differ, with these values, must have this fact in common."""
+    fields = fields - {"data.train_split" if fact.endswith(" of the validation") else "data.eval_split"}
+    inputs_only = {"data.cache", "data.image_size", "data.resize"}
+    if "mix" not in values:  # mixup and cutmix make rows of shares of classes
+        inputs_only.add("data.augment")
+    return not fields or (fields <= inputs_only and ("target" in fact or "label" in fact))
 
 
 def _report(asked: optuna.Trial, folder: pathlib.Path, metric: str, reported: set[int]) -> str:

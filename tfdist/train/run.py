@@ -25,6 +25,7 @@ from tfdist.monitoring.report import page
 from tfdist.train import early_stopping
 from tfdist.train.preparation import Preparation
 from tfdist.trainer import evaluation, fit
+from tfdist.trainer.plan import data_facts
 from tfdist.trainer.worker_session import Signals
 
 SLURM_S = 30.0  # seconds to wait for an answer of Slurm's controller: the job's time is nearly over
@@ -160,7 +161,10 @@ class Run:
             )
         if self._checkpoints.failure:
             raise TrainingError(self._checkpoints.failure)
-        result = self._result(status, reason)
+        facts = self._checkpoints.facts
+        if self._checkpoints.off:  # else they were collected before
+            facts |= data_facts(self._data.train, self._data.eval)
+        result = self._result(status, reason, facts)
         write_result(folder, result)
         logger.info(result_lines(result, folder))
         if status == "preempted" and self._checkpoints.saved:
@@ -175,7 +179,7 @@ class Run:
         # Without logging: a thread may call this, while the main thread holds the lock of the logger or of the stream.
         write_result(self._folder, self._result("failed", reason), silent=True)
 
-    def _result(self, status: str, reason: str) -> Result:
+    def _result(self, status: str, reason: str, facts: dict[str, object] | None = None) -> Result:
         """Returns the result so far."""
         recorder, distribution = self._monitors.recorder, self._distribution
         return Result(
@@ -196,6 +200,7 @@ class Run:
             weights_sha256=self._weights_sha256,
             weights_norm=self._weights_norm,
             files=dict(self._folder.checksums),
+            facts=facts or {},
             resumed_from=self._checkpoints.resumed_from,
             rollbacks=recorder.rollbacks,
             accumulate=recorder.accumulate,

@@ -111,15 +111,22 @@ class TrainingPlan:
     def run(self) -> TrainingRun:
         """Returns the training as checkpoints see it."""
         options, batch = self.options, self.layout.batch
-        facts = _all_facts(self.source) if options.checkpoints else {}
-        measured = _all_facts(self.validation.source) if options.checkpoints and self.validation else {}
-        facts |= {f"{name} of the validation": fact for name, fact in measured.items()}
+        validation = self.validation.source if self.validation else None
+        facts = data_facts(self.source, validation) if options.checkpoints else {}
         data = batch, self.updates_per_epoch, options.seed, self.source.size, options.virtual_replicas, facts
         return TrainingRun(self.model, options.distribution, self.callbacks, *data)
 
 
+def data_facts(source: sources.Source, validation: sources.Source | None = None) -> dict[str, object]:
+    """Returns what other data would change, but for its form, which the amount of memory decides about."""
+    measured = _all_facts(validation) if validation else {}
+    facts = _all_facts(source) | {f"{name} of the validation": fact for name, fact in measured.items()}
+    form = ("kind", "examples", "elements", "batches")
+    return {name: fact for name, fact in facts.items() if name.removesuffix(" of the validation") not in form}
+
+
 def _all_facts(source: sources.Source) -> dict[str, object]:
-    """Returns what other data would change; of what is larger than a gigabyte, or is read by number, some rows."""
+    """Returns facts of the whole data; of what is larger than a gigabyte, or is read by number, of some rows."""
     size = sum(getattr(column, "nbytes", 0) for column in keras.tree.flatten(source.specs))
     contents = source.contents() if size <= 1 << 30 else {}
     if isinstance(source, Arrays | Records) and not contents.keys() - {"checksum of all labels"}:

@@ -125,7 +125,8 @@ def _stored(experiment: config.Experiment, prepare: bool, hold_out: bool) -> Loa
                     raise UserError(f"unknown {field} {name!r}{field_syntax.suggest(name, tuple(made))}")
             return described(*(Arrays(made[name]) for name in splits.values()))
         case ["csv" | "parquet" as kind, ":", path]:
-            return tables.prepare(path, options, (data.train_split, data.eval_split), skip, kind)
+            trained_on = spec_file.of_model(experiment.model.name)
+            return tables.prepare(path, options, (data.train_split, data.eval_split), skip, kind, trained_on)
         case ["hf", ":", name]:
             return _of_one_size(data, size, huggingface.load(name, splits, options, size is not None, prepare))
         case ["image_folder", ":", path]:

@@ -155,8 +155,18 @@ class TableOptions:
     in_order: bool = False
 
 
-def prepare(path: str, options: Options, splits: tuple[str, str], skip: bool = False, kind: str = "csv") -> Loaded:
-    """Loads `csv:path` or, by `kind`, `parquet:path`, see `TableOptions`; `skip` leaves bad rows out, with a line."""
+def prepare(
+    path: str,
+    options: Options,
+    splits: tuple[str, str],
+    skip: bool = False,
+    kind: str = "csv",
+    trained_on: Spec | None = None,
+) -> Loaded:
+    """Loads `csv:path` or, by `kind`, `parquet:path`, see `TableOptions`; `skip` leaves bad rows out, with a line.
+
+    A model that was `trained_on` another table gets this one in that table's encoding.
+    """
     by_split = files_by_split(kind, path)
     read_header, read = _readers(kind, options)
     what, names = f"{kind}:{path}", read_header(by_split["train"][0])
@@ -164,6 +174,15 @@ def prepare(path: str, options: Options, splits: tuple[str, str], skip: bool = F
     inputs, kinds = _inputs(chosen, names), dict.fromkeys(chosen.categories, "category")
     if chosen.classify is not None:
         kinds[chosen.target] = "category" if chosen.classify else "number"
+    known = trained_on.target if trained_on else None
+    if known and (known.name != chosen.target or chosen.classify not in (None, known.kind == "category")):
+        known = None  # the model learns to predict something else from the same inputs
+    if trained_on:
+        if sorted(inputs) != sorted(c.name for c in trained_on.columns):
+            had = ", ".join(c.name for c in trained_on.columns)
+            raise UserError(f"{what} has the inputs {', '.join(inputs)}, and the model was trained on {had}")
+        inputs = [c.name for c in trained_on.columns]
+        kinds |= _kinds(trained_on.columns, known, options)
     parts: dict[str, csv_reader.Table] = {}
     # The file to train on first: it decides what the columns of the others are.
     for name in sorted(by_split, key=lambda name: (name != "train", name)):
@@ -186,8 +205,8 @@ def prepare(path: str, options: Options, splits: tuple[str, str], skip: bool = F
         return pieces[0] if len(pieces) == 1 else csv_reader.joined(pieces)
 
     train, evaluation = cut("data.train_split", splits[0]), cut("data.eval_split", splits[1])
-    columns = tuple(_described(train, name) for name in inputs)
-    target, classes = _target(train, chosen)
+    columns = trained_on.columns if trained_on else tuple(_described(train, name) for name in inputs)
+    target, classes = (known, _classes(known)) if known else _target(train, chosen)
     encoded = lambda table: (encode(table, columns), encode_target(table, target, classes))
     made = [Arrays(encoded(table), crc(list(table.numbers.values()))) for table in (train, evaluation)]
     classified = target.vocabulary if classes else ()
@@ -285,19 +304,29 @@ def read_rows(
     path: str, columns: tuple[Column, ...], target: Column, options: Options, skip: bool = False, kind: str = "csv"
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Reads new rows with their targets, to evaluate on them; `options` are those that the model was trained with."""
-    numbers = target.kind == "number"
-    if not numbers and not options.get("classify"):  # few integers were read as numbers, and "1.0" is a 1
-        values = [(text, by_value(text)[1]) for text in target.vocabulary]
-        numbers = all(abs(value) < EXACT and text == f"{value:.0f}" for text, value in values)
-    kinds = {c.name: c.kind for c in columns} | {target.name: "number" if numbers else "category"}
-    table = _read_known(path, kinds, options, skip, kind)
+    table = _read_known(path, _kinds(columns, target, options), options, skip, kind)
     if table.skipped:
         logger.info(f"WARNING: left out: {first_few(table.skipped, csv_reader.BAD_ROWS)}")
     table = leave_out_without(table, target.name, path, skip)
     if not table.size:
         raise UserError(f"{path} has no rows with a target {target.name!r}: there is nothing to evaluate on")
-    classes = len(target.vocabulary) if target.kind == "category" else None
-    return encode(table, columns), encode_target(table, target, classes)
+    return encode(table, columns), encode_target(table, target, _classes(target))
+
+
+def _classes(target: Column) -> int | None:
+    return len(target.vocabulary) if target.kind == "category" else None
+
+
+def _kinds(columns: tuple[Column, ...], target: Column | None, options: Options) -> dict[str, str]:
+    """Returns what to read the columns as, and the target, so that both are as in the training with these `options`."""
+    kinds = {c.name: c.kind for c in columns}
+    if target is None:
+        return kinds
+    numbers = target.kind == "number"
+    if not numbers and not options.get("classify"):  # few integers were read as numbers, and "1.0" is a 1
+        values = [(text, by_value(text)[1]) for text in target.vocabulary]
+        numbers = all(abs(value) < EXACT and text == f"{value:.0f}" for text, value in values)
+    return kinds | {target.name: "number" if numbers else "category"}
 
 
 def _read_known(path: str, kinds: dict[str, str], options: Options, skip: bool | None, kind: str) -> csv_reader.Table:
