@@ -1,6 +1,7 @@
 """`train.loss`, `train.metrics` and `train.callbacks`: names of Keras and functions, as plain Keras takes them."""
 
 import dataclasses
+import functools
 import sys
 
 import keras
@@ -152,7 +153,7 @@ def test_numbers_may_have_another_loss():
 def test_what_cannot_be_used_is_refused_in_one_line(train, message):
     with pytest.raises(UserError, match=message) as raised:
         models.compiled(model_of(), keras.optimizers.SGD(), experiment(**train), loaded())
-        objective.callbacks(experiment(**train))
+        objective.callbacks(experiment(**train), keras.optimizers.SGD())
     assert "\n" not in str(raised.value)
 
 
@@ -163,13 +164,40 @@ def test_a_model_that_compiles_itself_has_its_own():
         models.compiled(model, keras.optimizers.SGD(), experiment(metrics="mae"), loaded())
 
 
+def test_a_callback_beside_a_schedule():
+    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 10))
+    message = "train.callbacks: ReduceLROnPlateau sets the learning rate, which has a schedule or a warm-up: leave"
+    with pytest.raises(UserError, match=message):
+        objective.callbacks(experiment(callbacks="ReduceLROnPlateau(patience=1)"), optimizer)
+
+
+class Opaque(keras.Model):
+    """Without a get_config of its arguments."""
+
+    def __init__(self, spec):
+        super().__init__()
+        self.head = keras.layers.Dense(spec.classes)
+
+
+def test_a_model_that_could_not_be_saved():
+    half = functools.partial(keras.ops.leaky_relu, negative_slope=0.5)
+    for model, why in (
+        (keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, half)]), "Cannot serialize object functools.part"),
+        (Opaque(loaded().spec), "Object Opaque was created by passing non-serializable argument values in"),
+    ):
+        model.compile("sgd", "mse")
+        with pytest.raises(UserError, match=rf"model.name='it' cannot be saved \({why}.*get_config\(\)") as raised:
+            models.check_can_be_saved(model, "it")
+        assert "\n" not in str(raised.value)
+
+
 def test_callbacks_are_made_anew():
     asked = experiment(callbacks=f"EarlyStopping(patience=3, monitor='val_loss'), {HERE}:watchers")
-    first, terminate, early = objective.callbacks(asked)
+    first, terminate, early = objective.callbacks(asked, keras.optimizers.SGD())
     assert isinstance(first, keras.callbacks.EarlyStopping) and (first.patience, first.monitor) == (3, "val_loss")
     assert isinstance(terminate, keras.callbacks.TerminateOnNaN) and early.patience == 2
-    assert objective.callbacks(asked)[0] is not first
-    assert objective.callbacks(experiment()) == []
+    assert objective.callbacks(asked, keras.optimizers.SGD())[0] is not first
+    assert objective.callbacks(experiment(), keras.optimizers.SGD()) == []
 
 
 def test_the_names_are_those_of_keras():

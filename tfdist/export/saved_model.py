@@ -1,6 +1,7 @@
 """A trained model as a SavedModel that takes what clients have: raw inputs, encoded pictures, columns of a table."""
 
 import dataclasses
+import keyword
 import re
 
 import keras
@@ -74,7 +75,7 @@ def inputs(model: keras.Model, spec: Spec) -> Structure:
     structure = keras_internals.input_structure(model)
     flat = keras.tree.flatten(structure)
     names = ["inputs"] if len(flat) == 1 else [_name(t.name) for t in flat]
-    if len(set(names)) < len(names):
+    if len({name.lower() for name in names}) < len(names):
         raise UserError(f"the model has two inputs of one name ({', '.join(names)})", "give its Inputs names")
     specs = [tf.TensorSpec((None, *t.shape[1:]), t.dtype, name=name) for t, name in zip(flat, names)]
     return keras.tree.pack_sequence_as(structure, specs)
@@ -153,7 +154,7 @@ def _of_columns(
     """Returns the function that takes one tensor [n] for each column, with the cells as they stand in the table."""
     columns = servable.spec.columns
     names = [_name(column.name) for column in columns]
-    if len(set(names)) < len(names):
+    if len({name.lower() for name in names}) < len(names):  # a graph tells names apart in lower case
         raise UserError(f"two columns have one name in a signature ({', '.join(names)})", "rename one of them")
     types = [_type(column) for column in columns]
 
@@ -211,5 +212,7 @@ def _named(outputs: Structure) -> dict[str, tf.Tensor]:
 
 
 def _name(text: str) -> str:
-    """Returns a name that an argument of a function can have."""
-    return re.sub(r"\W", "_", text)
+    """Returns a name that both an argument of a function and a placeholder of a graph can have."""
+    name = re.sub(r"[^A-Za-z0-9_]", "_", text)
+    fits = name.isidentifier() and not name.startswith("_") and not keyword.iskeyword(name) and name != "self"
+    return name if fits else f"named_{name}"

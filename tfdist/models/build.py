@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import fnmatch
+import json
 import math
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
@@ -18,7 +19,7 @@ from tfdist.data.sources import Source, one_hot
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals
-from tfdist.models import objective, pretrained
+from tfdist.models import objective, optimizers, pretrained
 from tfdist.models.zoo import layers, small, vision
 
 _ZOO: dict[str, Callable[..., keras.Model]] = {
@@ -119,6 +120,17 @@ def _made(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
     function = _ZOO[name]
     layers.check_options(function, options)
     return user_functions.call("model.options", function, options, spec)
+
+
+def check_can_be_saved(model: keras.Model, name: str) -> None:
+    """Refuses a compiled model of which Keras could not write `model.keras` at the end."""
+    try:
+        with optimizers.portable(model):
+            json.dumps(keras.saving.serialize_keras_object(model))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        why = one_line(error, 200).partition(". ")[0]
+        what = f"model.name={name!r} cannot be saved ({why})"
+        raise UserError(what, "give what it is made of a get_config()") from error
 
 
 def _check_targets(name: str, model: keras.Model, train: Source) -> None:

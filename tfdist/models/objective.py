@@ -15,6 +15,8 @@ from tfdist.data.loaded import Loaded
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals
 
+_RATE_SETTERS = (keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler)
+
 
 def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> tuple[dict[str, Any], bool, bool]:
     """Returns what `train.loss` and `train.metrics` ask for, and for what they leave open, what fits the data.
@@ -49,9 +51,11 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> tuple
     return {"loss": loss, "weighted_metrics" if weighted else "metrics": made}, rows, not spec.kind
 
 
-def callbacks(experiment: config.Experiment) -> list[keras.callbacks.Callback]:
+def callbacks(experiment: config.Experiment, optimizer: keras.optimizers.Optimizer) -> list[keras.callbacks.Callback]:
     """Returns what `train.callbacks` asks for, made anew. Raises UserError: something there makes no callbacks."""
     made = []
+    rate = keras_internals.rate_setting(keras_internals.inner_optimizer(optimizer))
+    scheduled = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
     for spec in training_objects.callbacks(experiment.train):
         if spec.kind:
             found = _of_keras(keras.callbacks, spec, {})
@@ -62,6 +66,9 @@ def callbacks(experiment: config.Experiment) -> list[keras.callbacks.Callback]:
         for callback in found if isinstance(found, (list, tuple)) else [found]:
             if not isinstance(callback, keras.callbacks.Callback):
                 raise UserError(f"{spec.field}: {spec.name} must return Keras callbacks, got {callback!r}")
+            if scheduled and isinstance(callback, _RATE_SETTERS):
+                what = f"{spec.field}: {spec.name} sets the learning rate, which has a schedule or a warm-up"
+                raise UserError(what, "leave it out, or set optimizer.schedule=constant and optimizer.warmup='0 steps'")
             made.append(callback)
     return made
 

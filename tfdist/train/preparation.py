@@ -82,6 +82,7 @@ def prepare(
         optimizer = optimizers.build(experiment, schedule)
         data = models.compiled(model, optimizer, experiment, data)
         optimizers.exclude(model, experiment.optimizer)
+        models.check_can_be_saved(model, experiment.model.name)
     if distribution.replicas > 1 and not experiment.train.virtual_replicas and batch_norm.normalizing_alone(model):
         logger.info(
             "WARNING: model.sync_batch_norm=False: each replica normalizes with its own rows, so results depend on the "
@@ -110,7 +111,7 @@ def prepare(
         schedule=schedule,
         class_weights=weights,
         model=model,
-        callbacks=objective.callbacks(experiment),
+        callbacks=objective.callbacks(experiment, optimizer),
         checkpoints=checkpoints,
         profiled=schedule_lib.profiled(environment.profile, schedule),
         resumes=resume.continues(folder, environment, placement.cluster.attempt, checkpoints.off),

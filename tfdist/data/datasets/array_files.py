@@ -67,7 +67,7 @@ def load(path: str, splits: Mapping[str, str], options: Options, fits: Callable[
         else:
             columns = _joined(split["x"]).astype(dtype).reshape(-1, *shape), *table
             sources.append(Arrays(columns, crc(columns)))
-    maximum = 255.0 if dtype == np.uint8 else _maximum(train["x"], what)
+    maximum = 255.0 if dtype == np.uint8 else [_maximum(split["x"], what) for split in (train, evaluation)][0]
     return Loaded(sources[0], sources[1], len(tables[0][0]), Spec(shape, dtype.name, classes, maximum))
 
 
