@@ -483,6 +483,27 @@ def test_no_number(field, value):
 
 
 @pytest.mark.parametrize(
+    "field, value, with_, shown",
+    [
+        ("train.monitor", "val_accuracy", {"train.patience": 2}, "train.patience"),
+        ("train.max_rollbacks", 7, {"train.on_nonfinite": "rollback"}, "train.on_nonfinite=rollback"),
+        ("data.resize", "pad", {"data.image_size": "8"}, "data.image_size"),
+        ("data.data_dir", "/data", {"data.name": "mnist"}, "a TFDS name in data.name"),
+        ("checkpoint.keep", 9, {"checkpoint.every": "1 epoch"}, "checkpoint.every"),
+    ],
+)
+def test_a_field_that_changes_nothing_is_told(field, value, with_, shown):
+    e = config.Experiment(data=config.Data(name="synthetic"), checkpoint=config.Checkpoint(every="off"))
+    assert not validation.without_effect(e)
+    group, name = field.split(".")
+    setattr(getattr(e, group), name, value)
+    assert validation.without_effect(e) == [f"WARNING: config.{field}={value} changes nothing without {shown}"]
+    for other, given in with_.items():
+        setattr(getattr(e, other.split(".")[0]), other.split(".")[1], given)
+    assert not validation.without_effect(e)
+
+
+@pytest.mark.parametrize(
     "value, shown",
     [(10**30 - 1, str(10**30 - 1)), (-(10**5000), "one with more than 40 digits")],
     ids=["30 digits", "5000 digits"],

@@ -163,7 +163,7 @@ def test_columns_of_a_table_as_they_stand_in_it(tmp_path):
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
     spec = Spec((8,), "float32", 2, 1.0, (), tuple(Column(name, "number") for name in odd))
     answer = saved(saved_model.Servable(model, spec, True), tmp_path / "odd")["serving_default"]
-    assert {name for name in answer.structured_input_signature[1]} == {
+    assert set(answer.structured_input_signature[1]) == {
         "named_class", "named_self", "named_None", "named__x", "gr__e", "named_2nd", "named___", "Size"
     }  # fmt: skip
     with pytest.raises(UserError, match=r"two columns have one name in a signature \(a_b, a_b\): rename one of them"):

@@ -80,7 +80,7 @@ def test_patience_counts_evaluations(connect):
 def test_a_number_that_is_nan_is_told(said):
     stopping = Patience("val_loss", 1)
     stopping.get_monitor_value({"val_loss": float("nan")})
-    assert "WARNING: val_loss is NaN, which counts as no improvement" in said[-1]
+    assert "WARNING: val_loss is NaN and counts as no improvement" in said[-1]
 
 
 @pytest.mark.whole

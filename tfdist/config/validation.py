@@ -121,6 +121,27 @@ def _combinations(experiment: Experiment) -> None:
         raise UserError(what, "set weight_decay")
 
 
+def without_effect(experiment: Experiment) -> list[str]:
+    """Returns a warning for each field that is set and changes nothing, since another one is not."""
+    data, train, saves = experiment.data, experiment.train, experiment.checkpoint.every != "off"
+    other = field_syntax.files(data.name) or field_syntax.is_reference(data.name) or data.name in config.DATASETS
+    needs = [
+        ("train.monitor", train.patience > 0, "train.patience"),
+        ("train.max_rollbacks", train.on_nonfinite == "rollback", "train.on_nonfinite=rollback"),
+        ("data.resize", data.image_size != "", "data.image_size"),
+        ("data.data_dir", not other or data.name == "digits", "a TFDS name in data.name"),
+        ("checkpoint.keep", saves, "checkpoint.every"),
+        ("checkpoint.asynchronous", saves, "checkpoint.every"),
+    ]
+    value, usual = config.flat(experiment), config.flat(Experiment())
+    unused = [(f"config.{field}", needed) for field, there, needed in needs if not there]
+    return [
+        f"WARNING: {field}={value[field]} changes nothing without {needed}"
+        for field, needed in unused
+        if value[field] != usual[field]
+    ]
+
+
 def _types(group: object, above: str = "") -> None:
     """Checks that each field of a dataclass has its type, as from the command line; a config file may give any."""
     for field in dataclasses.fields(group):  # type: ignore[arg-type]

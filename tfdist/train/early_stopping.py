@@ -73,7 +73,7 @@ class Patience(Callback, keras.callbacks.EarlyStopping):
         if self.monitor not in logs:
             raise _not_measured("train.monitor", self.monitor, logs)
         if math.isnan(logs[self.monitor]):
-            logger.info(f"WARNING: {self.monitor} is NaN, which counts as no improvement: look for NaN in data.eval_split")
+            logger.info(f"WARNING: {self.monitor} is NaN and counts as no improvement: look for NaN in data.eval_split")
         return float(logs[self.monitor])
 
     @property

@@ -9,7 +9,7 @@ import keras
 from tfdist import config
 from tfdist.checkpoints import files, manager, own_work, resume
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.config import field_syntax, user_functions
+from tfdist.config import field_syntax, user_functions, validation
 from tfdist.config import schedule as schedule_lib
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment, ResumeOptions
@@ -76,6 +76,8 @@ def prepare(
     distribution.peers.check_same(registry.facts(data), "the data set")
     schedule = schedule_lib.make(experiment, data.examples, distribution.replicas)
     logger.info(f"{experiment.name}: {schedule.describe()}")
+    for line in validation.without_effect(experiment):
+        logger.info(line)
     weights = objective.class_weights(experiment.train.class_weight, data)
     with distribution.scope():
         model = models.build(experiment, data.spec)

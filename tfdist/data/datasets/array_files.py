@@ -67,7 +67,8 @@ def load(path: str, splits: Mapping[str, str], options: Options, fits: Callable[
         else:
             columns = _joined(split["x"]).astype(dtype).reshape(-1, *shape), *table
             sources.append(Arrays(columns, crc(columns)))
-    maximum = 255.0 if dtype == np.uint8 else [_maximum(split["x"], what) for split in (train, evaluation)][0]
+    # Both are searched for NaN; what is scaled by is the training's.
+    maximum, _ = (255.0, 255.0) if dtype == np.uint8 else (_maximum(split["x"], what) for split in (train, evaluation))
     return Loaded(sources[0], sources[1], len(tables[0][0]), Spec(shape, dtype.name, classes, maximum))
 
 
