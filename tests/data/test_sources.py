@@ -153,12 +153,18 @@ def test_replicas_drop_different_units(connect):
     assert len({tuple(copy.numpy()) for copy in state.value.values}) == 4
 
 
-def test_steps_per_epoch_goes_through_the_data_across_epochs(connect):
+def test_steps_per_epoch_goes_through_the_data_across_epochs(connect, said):
     model = counting(connect(1), 3 * BATCH)
     x = np.arange(3 * BATCH)[:, None]
     history = tfdist.fit(model, x, np.zeros(3 * BATCH), batch_size=BATCH, epochs=3, steps_per_epoch=1, verbose=0)
     assert len(history.epoch) == 3
     assert times_seen(model) == [1.0] * 3 * BATCH
+    assert not any("WARNING" in line for line in said)
+    tfdist.fit(model, x, np.zeros(3 * BATCH), batch_size=BATCH, epochs=3, steps_per_epoch=2, verbose=0)
+    assert times_seen(model) == [3.0] * 3 * BATCH
+    assert (
+        "WARNING: each epoch has 2 updates, and goes on from the beginning of the data where it ends after 3" in said[0]
+    )
 
 
 def test_endless_data_with_steps_per_epoch(connect):

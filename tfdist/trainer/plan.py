@@ -12,6 +12,7 @@ from tfdist.checkpoints import training_state
 from tfdist.checkpoints.manager import Checkpoints
 from tfdist.checkpoints.resume import Position
 from tfdist.checkpoints.training_run import TrainingRun
+from tfdist.config.messages import logger
 from tfdist.data import sources
 from tfdist.data.arrays import Arrays
 from tfdist.data.batch_layout import Layout
@@ -168,6 +169,10 @@ def plan_training(model: keras.Model, source: sources.Source, options: FitOption
         factors = optimizers.layer_factors(model, options.lr_multipliers or {}, options.layer_decay)
     training_state.separate_streams(model, distribution, apart=not options.virtual_replicas)
     updates_per_epoch = options.steps_per_epoch or feed.batches or None
+    steps = options.steps_per_epoch
+    if steps and feed.batches and options.epochs * steps > feed.batches and feed.batches % steps:
+        told = f"each epoch has {steps} updates, and goes on from the beginning of the data where it ends"
+        logger.info(f"WARNING: {told} after {feed.batches}; Keras cuts such an epoch short")
     callbacks = on_this_worker(
         options.callbacks, model, distribution, options.verbose, updates_per_epoch, options.epochs, fit=True
     )

@@ -180,9 +180,9 @@ keras.ops.sin(h) * (2.0 + h[:, :1] * keras.ops.mean(h, axis=-1, keepdims=True))
     "sequence": """
 L.Attention(use_scale=True, score_mode="concat")([h, h])
 L.AdditiveAttention()([h, h])
-L.MultiHeadAttention(2, 3)(h, h)
-L.MultiHeadAttention(2, 3, dropout=0.3, seed=5)(h, h, use_causal_mask=True)
-L.GroupQueryAttention(2, 4, 2)(h, h)
+L.MultiHeadAttention(2, 3, use_bias=False)(h, h)
+L.MultiHeadAttention(2, 3, use_bias=False, dropout=0.3, seed=5)(h, h, use_causal_mask=True)
+L.GroupQueryAttention(2, 4, 2, use_bias=False)(h, h)
 L.Add()([h, L.Dense(h.shape[-1])(h)])
 L.Concatenate()([h, L.Bidirectional(L.SimpleRNN(2, return_sequences=True))(h)])
 """.strip().split("\n"),
