@@ -30,6 +30,8 @@ REFUSALS = [
     ("add it up over the replicas", r"RunningMaximum|renorm|KeepsMean"),
     ("is not a mean over examples", r"OwnObjective|LogsMore|OwnStep"),
     ("does not add up over parts of a batch", r"OwnObjective|LogsMore|OwnStep"),
+    # An objective of one's own is computed part by part, also around a loss that looks across the batch.
+    ("disagree on this model", r"OwnObjective[\s\S]*losses\.Dice"),
     # Weights of a column times the classes of each row are the weights of all rows for each row in Keras.
     ("metric 'f", r"draw\.weights\(n, 1\)[^$]*(F1Score|FBetaScore)|(F1Score|FBetaScore)[^$]*draw\.weights\(n, 1\)"),
 ]
