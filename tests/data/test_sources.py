@@ -191,6 +191,17 @@ def test_string_features_and_more_inputs(connect):
     assert history.history["loss"][-1] < history.history["loss"][0]
 
 
+@pytest.mark.parametrize("wrong", [-1, 3])
+def test_a_label_of_no_class_is_no_row_of_zeros(wrong, connect):
+    """TFDS has -1 for the labels of splits that have none."""
+    labels = np.array([0, 1, 2, 0, wrong, 2], np.int64)
+    dataset = tf.data.Dataset.from_tensor_slices((np.zeros((6, 2), "float32"), labels)).batch(4)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    model.compile("sgd", keras.losses.CategoricalCrossentropy(from_logits=True))
+    with refused(r"a label value of no class, outside the valid range of \[0, 3\): correct labels or"):
+        tfdist.fit(model, sources.one_hot(sources.as_source(dataset), 3), distribution=connect(1), verbose=0)
+
+
 @pytest.mark.parametrize(
     "given, message",
     [

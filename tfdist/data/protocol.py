@@ -335,6 +335,11 @@ def one_hot(source: Source, classes: int) -> Source:
     dtype = tf.float32 if source.mixes else tf.uint8
 
     def rows(x, y, *weight):
+        # Of another number, a row of zeros would train without a word; a negative one is above all as an unsigned one.
+        wrong = f"Received a label value of no class, outside the valid range of [0, {classes})"
+        inside = tf.debugging.assert_less(tf.cast(y, tf.uint64), tf.constant(classes, tf.uint64), wrong)
+        with tf.control_dependencies([] if inside is None else [inside]):  # eagerly, None
+            y = tf.identity(y)
         return (x, tf.one_hot(y, classes, on_value=1, off_value=0, dtype=dtype), *weight)
 
     return source.map_targets(rows)

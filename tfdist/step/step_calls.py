@@ -201,9 +201,8 @@ def explained(
         return EndOfData()
     if ended := uneven_end(str(error), update, peers):
         return UserError(ended)
-    for pattern, advice in _COMPLAINTS:
-        if complaint := re.search(pattern, str(error)):
-            return UserError(f"{complaint[0]}{advice}")
+    if complaint := _complaint(error):
+        return complaint
     in_pipeline = isinstance(error, UnicodeDecodeError) or re.search("IteratorGetNext|OptionalGetValue", str(error))
     if feed and in_pipeline and (unreadable := feed.first_unreadable()):
         return UserError(unreadable, REPAIR)
@@ -217,8 +216,15 @@ def explained(
     return cause(error, peers)
 
 
-def cause(error: tf.errors.OpError | UnicodeDecodeError, peers: Peers) -> TrainingError:
+def _complaint(error: Exception) -> UserError | None:
+    found = ((re.search(pattern, str(error)), advice) for pattern, advice in _COMPLAINTS)
+    return next((UserError(f"{complaint[0]}{advice}") for complaint, advice in found if complaint), None)
+
+
+def cause(error: tf.errors.OpError | UnicodeDecodeError, peers: Peers) -> Exception:
     """Returns what an error of TensorFlow means: a lost worker, if the others know of one and it may be that."""
+    if complaint := _complaint(error):
+        return complaint
     text = one_line(error)
     mine = isinstance(error, _OWN_FAULTS) and not re.search("[Cc]ollective|Horovod", text)
     if not mine and peers.verdict():

@@ -1,7 +1,9 @@
 """Tar files by WebDataset's convention, against what Python's own `tarfile` was given to write."""
 
+import gzip
 import io
 import json
+import os
 import tarfile
 
 import numpy as np
@@ -161,6 +163,20 @@ def test_numbers_that_are_not_like_the_first(last, wrong, tmp_path):
             load()
 
 
+def between_of(path, name):
+    with tarfile.open(path) as tar:
+        return tar.getmember(name).offset
+
+
+def test_other_content_of_the_same_time_and_size_is_read(tmp_path):
+    for shift in (0, 1):
+        rows = [((f"{i}.cls", b"%d" % ((i + shift) % 3)), (f"{i}.npy", npy(VALUES[0]))) for i in range(9)]
+        path = write(tmp_path / "t.tar", [file for row in rows for file in row])
+        os.utime(path, (1, 1))
+        loaded = tfdist.load_data(f"webdataset:{path}", cache="memory", **ALL)
+        assert loaded.train.columns[1].tolist() == [(i + shift) % 3 for i in range(9)]
+
+
 def test_files_that_cannot_be_read(tmp_path, tars):
     def no(name, message):
         with refused(message):
@@ -169,12 +185,19 @@ def test_files_that_cannot_be_read(tmp_path, tars):
     no("none-*", "none-.* has no files: give a tar file, a folder, or a pattern such as train-{000..009}.tar")
     no("train-{000..004}.tar", "there is no file .*train-003.tar: correct the name or its numbers, or bring it here")
     (tmp_path / "none.tar").write_bytes(b"")
-    no("none.tar", "none.tar is cut off or no tar file: it does not end with zeros: copy or write it again")
+    no("none.tar", "none.tar cannot be opened: file could not be opened successfully.*: write them again with")
     whole = (tmp_path / "train-000.tar").read_bytes()
     with tarfile.open(tmp_path / "train-000.tar") as tar:
         between = tar.getmembers()[-3].offset
     (tmp_path / "cut.tar").write_bytes(whole[:between])
-    no("cut.tar", "cut.tar is cut off or no tar file")
+    no("cut.tar", "cut.tar is cut off: it does not end with zeros: copy or write it again")
+    (tmp_path / "cut.tar.gz").write_bytes(gzip.compress(whole[:between]))
+    no("cut.tar.gz", "cut.tar.gz is cut off: it does not end with zeros: copy or write it again")
+    zeros = write(tmp_path / "zeros.tar", [*samples(range(2)), ("2.png", bytes(4096)), ("2.cls", b"0")])
+    (tmp_path / "zeros.tar").write_bytes(zeros.read_bytes()[: 4096 + between_of(zeros, "2.png") + 512])
+    no("zeros.tar", "zeros.tar is cut off: it does not end with zeros")
+    (tmp_path / "both.tar").write_bytes(whole + whole)
+    no("both.tar", r"both.tar goes on after the end of an archive, at byte \d+: those examples would be lost: leave")
     (tmp_path / "flipped.tar").write_bytes(whole[:between] + b"#" + whole[between + 1 :])
     no("flipped.tar", f"flipped.tar has a damaged header at byte {between}: copy or write it again")
 

@@ -1,6 +1,7 @@
 """`hf:path`, `hf:name` and `webdataset:/pattern`: read by number with Hugging Face `datasets`, if it is installed."""
 
 import glob
+import hashlib
 import itertools
 import os
 import tarfile
@@ -23,7 +24,6 @@ COLUMNS = ("x", "y", "weight")
 OPTIONS = (*COLUMNS, "classes", "classify", "channels", "max_pixels")
 
 NUMBERS = ("int", "uint", "float", "bool")
-_END = 1024  # bytes of zeros at the end of a tar file
 
 Part = tuple[Any, np.ndarray]  # a split as `datasets` has it, and which of its rows
 
@@ -54,12 +54,13 @@ def load_tars(path: str, splits: Mapping[str, str], options: Options, free: bool
     needed = {name: by_split[name] for name in by_split if name in split_names(splits.values())} or by_split
 
     def converted(datasets: Any) -> Any:
-        builder = datasets.load_dataset_builder("webdataset", data_files=needed)
+        tables = os.path.join(datasets.config.HF_DATASETS_CACHE, _identity(itertools.chain(*needed.values())))
+        builder = datasets.load_dataset_builder("webdataset", data_files=needed, cache_dir=tables)
         if not (prepare or os.path.isdir(builder.cache_dir)):
             raise UserError(f"{what} is not in {builder.cache_dir} yet, and a dry run copies nothing", "run without it")
         if not os.path.isdir(builder.cache_dir):
             for one in itertools.chain(*needed.values()):
-                _check_headers(one)
+                _check_end(one)
         generate = builder._generate_examples  # what every builder implements
         builder._generate_examples = lambda **files: _exact(generate(**files), builder.info.features)
         builder.download_and_prepare()
@@ -85,23 +86,33 @@ def tar_files(path: str) -> dict[str, list[str]]:
     paths = sorted({f for matching in found.values() for f in matching if os.path.isfile(f)})
     if not paths:
         raise UserError(f"{what} has no files", "give a tar file, a folder, or a pattern such as train-{000..009}.tar")
-    for one in (path for path in paths if path.endswith(".tar")):
-        with open(one, "rb") as file:
-            file.seek(-min(_END, os.path.getsize(one)), os.SEEK_END)
-            end = file.read()
-        if end != bytes(_END):  # Python's `tarfile` takes what is cut off between two members for the whole
-            raise UserError(f"{one} is cut off or no tar file: it does not end with zeros", "copy or write it again")
     return by_file_name(paths)
 
 
-def _check_headers(path: str) -> None:
-    """Refuses a tar file with a damaged header, which Python's `tarfile` takes for the end of the file."""
+def _check_end(path: str) -> None:
+    """Refuses a tar file that goes on, or ends, where Python's `tarfile` takes it to be whole."""
     with tarfile.open(path) as tar:
         for _ in tar:
             pass
         tar.fileobj.seek(tar.offset)
-        if any(tar.fileobj.read(tarfile.BLOCKSIZE)):
-            raise UserError(f"{path} has a damaged header at byte {tar.offset}", "copy or write it again")
+        end, fix = tar.fileobj.read(tarfile.BLOCKSIZE), "copy or write it again"
+        if len(end) < tarfile.BLOCKSIZE:
+            raise UserError(f"{path} is cut off: it does not end with zeros", fix)
+        if any(end):
+            raise UserError(f"{path} has a damaged header at byte {tar.offset}", fix)
+        while piece := tar.fileobj.read(1 << 20):
+            if piece.count(0) < len(piece):
+                what = f"{path} goes on after the end of an archive, at byte {tar.offset}: those examples would be lost"
+                raise UserError(what, "leave apart what was put together with cat, or write it again")
+
+
+def _identity(paths: Iterable[str]) -> str:
+    """Returns a digest of which files these are: `datasets` takes files with other content and the same time for them.
+
+    The time of a change, unlike that of the content, cannot be set.
+    """
+    about = [(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path in paths for s in (os.stat(path),)]
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 
 
 def _exact(keyed: Iterable[tuple[object, dict]], features: dict) -> Iterator[tuple[object, dict]]:
