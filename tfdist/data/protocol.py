@@ -299,11 +299,18 @@ class Source(abc.ABC):
         raise UserError(what, "give validation_data instead")
 
 
-def weigh_classes(source: Source, weights: Mapping[int, float]) -> Source:
+def weigh_classes(source: Source, weights: Mapping[int, float], loss: object = None) -> Source:
     """Multiplies each example's weight by that of its class, as Keras' `class_weight` does.
 
-    Targets are class numbers [n] or [n, 1], or one-hot rows. Classes that are missing keep 1.
+    Targets are class numbers [n] or [n, 1], or rows, one-hot unless the name of `loss` says that it takes numbers.
+    Classes that are missing keep 1.
     """
+    _, targets, _ = keras.utils.unpack_x_y_sample_weight(source.specs)
+    shape = [] if targets is None or keras.tree.is_nested(targets) else list(targets.shape or ())
+    of_numbers = "sparse" in str(getattr(loss, "name", loss)).lower()
+    if len(shape) > 2 or (of_numbers and shape[1:] not in ([], [1])):  # Keras would raise, or weigh by a place
+        what = f"class_weight takes one class for each example, and the targets have shape {['n', *shape[1:]]}"
+        raise UserError(what.replace("'", ""), "give sample weights")
     if not isinstance(weights, Mapping):
         raise UserError(f"class_weight must be a dict, got {type(weights).__name__}", "give {class number: weight}")
     for number, factor in weights.items():

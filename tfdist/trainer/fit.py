@@ -137,7 +137,7 @@ def fit(
     )
     _check(source, options)
     if class_weight is not None and len(class_weight):
-        source = sources.weigh_classes(source, class_weight)
+        source = sources.weigh_classes(source, class_weight, model.loss)
     preconditions.model_fits(model, options.distribution, accumulate, virtual_replicas)
     own, asked = preconditions.replaced(model, preconditions.TRAINING), options.changed(preconditions.OF_OUR_STEP)
     if own and asked:

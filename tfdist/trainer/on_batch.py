@@ -59,7 +59,7 @@ def train_on_batch(
         raise UserError("sample_weight and class_weight both weigh the examples", "give one of them")
     columns = _columns((x, y, sample_weight))
     if class_weight is not None:
-        columns = sources.weigh_classes(arrays.Arrays(columns), class_weight).columns or ()
+        columns = sources.weigh_classes(arrays.Arrays(columns), class_weight, model.loss).columns or ()
     return _logs(model, "train", columns, _Options(distribution, virtual_replicas, check_agreement), return_dict)
 
 

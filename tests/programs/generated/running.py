@@ -26,7 +26,10 @@ RANDOM = re.compile(
 
 REFUSALS = [
     ("leaves nothing to minimise", r"reduction='none'"),
-    ("smaller than", r"batch_size=[12]\b|n, draw = 1,|uneven\(data, (1|4|5)\)|n, draw = 5,[^$]*uneven"),
+    (
+        "smaller than",
+        r"batch_size=[12]\b|n, draw = 1,|uneven\(data, (1|4|5)\)|(once|Rows)\(data, 1\)|n, draw = 5,[^$]*uneven",
+    ),
     ("add it up over the replicas", r"RunningMaximum|renorm|KeepsMean"),
     ("is not a mean over examples", r"OwnObjective|LogsMore|OwnStep"),
     ("does not add up over parts of a batch", r"OwnObjective|LogsMore|OwnStep"),
@@ -200,6 +203,8 @@ def complaint(program: Program, got: Outcome, expected: Outcome, replicas: int) 
         return f"{type(got.error).__name__}: {got.error}"
     if replicas > 1 and RANDOM.search(program.text):
         return ""
+    if re.search(r"Discretization[\s\S]*BatchNormalization[\s\S]*n, draw = [13],", program.text):
+        return ""  # equal rows: what normalization leaves of them is rounding, which Nadam makes steps of
     return difference(program, got.seen, expected.seen)
 
 
