@@ -1,5 +1,6 @@
 """Which metrics must see a whole batch is found out by trying them, before anything is trained."""
 
+import contextlib
 import dataclasses
 import types
 
@@ -194,3 +195,58 @@ def test_a_metric_that_is_updated_by_hand_counts_all(connect, replicas):
     with tf.GradientTape() as tape:  # nor has a weight a gradient there
         loss = keras.ops.square(variable)
     assert tape.gradient(loss, variable.value) == 6
+
+
+class FirstRows(keras.metrics.Metric):
+    """A mean over the first 1,000 examples, or until the sum is 40, as of a score that takes long."""
+
+    def __init__(self, by_sum, **kwargs):
+        super().__init__(**kwargs)
+        self.sum, self.count, self.by_sum = self.add_variable((), "zeros"), self.add_variable((), "zeros"), by_sum
+
+    def update_state(self, y, p, sample_weight=None):
+        error = keras.ops.mean(keras.ops.abs(y - p), -1)
+        left = keras.ops.where(self.sum < 40.0, 1e9, 0.0) if self.by_sum else 1000.0 - self.count
+        taken = keras.ops.cast(keras.ops.cast(keras.ops.arange(keras.ops.shape(error)[0]), "float32") < left, "float32")
+        self.sum.assign_add(keras.ops.sum(error * taken))
+        self.count.assign_add(keras.ops.sum(taken))
+
+    def result(self):
+        return self.sum / keras.ops.maximum(self.count, 1.0)
+
+
+class Ever(keras.metrics.Metric):
+    """Whether any error was large."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.ever = self.add_variable((), "zeros", dtype="bool")
+
+    def update_state(self, y, p, sample_weight=None):
+        self.ever.assign(keras.ops.logical_or(self.ever, keras.ops.any(keras.ops.abs(y - p) > 9)))
+
+    def result(self):
+        return keras.ops.cast(self.ever, "float32")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: FirstRows(False, name="own"), lambda: FirstRows(True, name="own"), lambda: Ever(name="own")],
+    ids=["rows", "sum", "any"],
+)
+def test_a_metric_that_depends_on_what_it_has_counted(make, connect):
+    r = np.random.default_rng(0)
+    x = r.normal(size=(1300, 3)).astype("float32")
+    y = (x[:, :1] * np.linspace(1, 5, 1300)[:, None]).astype("float32")
+
+    def trained(fit, scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.01), "mse", metrics=[make()])
+        return fit(model, x, y, batch_size=100, shuffle=False, verbose=0).history
+
+    distribution = connect(2)
+    found = trained(lambda m, *a, **k: tfdist.fit(m, *a, distribution=distribution, **k), distribution.scope())
+    expected = trained(lambda m, *a, **k: m.fit(*a, **k), contextlib.nullcontext())
+    assert {k: pytest.approx(v, rel=1e-4) for k, v in expected.items()} == found

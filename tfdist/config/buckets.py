@@ -7,8 +7,6 @@ Data are downloaded once, to the user's cache, and read there as any others. Wha
 sizes and tags of the objects, so other content is downloaded anew.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fnmatch
@@ -106,7 +104,7 @@ class Bucket:
         """Returns the last part of the URL."""
         return self.url.rpartition("/")[2]
 
-    def beside(self, name: str) -> Bucket:
+    def beside(self, name: str) -> "Bucket":
         """Returns another folder next to this one."""
         return Bucket(f"{self.url.rpartition('/')[0]}/{name}")
 
@@ -136,7 +134,7 @@ class Bucket:
         """Returns all objects of the folder, or of one below it, by their names in the folder itself."""
         root = self.place("")
 
-        def listed(system: AbstractFileSystem) -> dict[str, Entry]:
+        def listed(system: "AbstractFileSystem") -> dict[str, Entry]:
             from fsspec.core import strip_protocol
 
             system.invalidate_cache()
@@ -163,7 +161,7 @@ class Bucket:
             with contextlib.suppress(MissingError):
                 self._tried(name, lambda system, place=place: system.rm_file(place), waits)  # type: ignore[misc]
 
-    def move(self, names: Iterable[str], target: Bucket, renamed: Callable[[str], str] = str) -> None:
+    def move(self, names: Iterable[str], target: "Bucket", renamed: Callable[[str], str] = str) -> None:
         """Moves objects within the service: copies all, renamed if need be, and then deletes them in order."""
         names = list(names)
         for name in names:
@@ -175,7 +173,7 @@ class Bucket:
         """Returns the URL of an object in it."""
         return f"{self.url}/{name}"
 
-    def _system(self) -> AbstractFileSystem:
+    def _system(self) -> "AbstractFileSystem":
         if self._opened is None:
             import fsspec
 
@@ -187,7 +185,9 @@ class Bucket:
             logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it tells each failure with a traceback
         return self._opened
 
-    def _tried(self, name: str, action: Callable[[AbstractFileSystem], T], waits: tuple[float, ...] | None = None) -> T:
+    def _tried(
+        self, name: str, action: "Callable[[AbstractFileSystem], T]", waits: tuple[float, ...] | None = None
+    ) -> T:
         left = [] if self._scheme == "gs" else list(WAITS_S if waits is None else waits)
         while True:
             try:

@@ -126,19 +126,18 @@ def without_effect(experiment: Experiment) -> list[str]:
     data, train, saves = experiment.data, experiment.train, experiment.checkpoint.every != "off"
     other = field_syntax.files(data.name) or field_syntax.is_reference(data.name) or data.name in config.DATASETS
     needs = [
-        ("train.monitor", train.patience > 0, "train.patience"),
-        ("train.max_rollbacks", train.on_nonfinite == "rollback", "train.on_nonfinite=rollback"),
-        ("data.resize", data.image_size != "", "data.image_size"),
-        ("data.data_dir", not other or data.name == "digits", "a TFDS name in data.name"),
-        ("checkpoint.keep", saves, "checkpoint.every"),
-        ("checkpoint.asynchronous", saves, "checkpoint.every"),
+        ("config.train.monitor", train.patience > 0, "train.patience"),
+        ("config.train.max_rollbacks", train.on_nonfinite == "rollback", "train.on_nonfinite=rollback"),
+        ("config.data.resize", data.image_size != "", "data.image_size"),
+        ("config.data.data_dir", not other or data.name == "digits", "a TFDS name in data.name"),
+        ("config.checkpoint.keep", saves, "checkpoint.every"),
+        ("config.checkpoint.asynchronous", saves, "checkpoint.every"),
     ]
     value, usual = config.flat(experiment), config.flat(Experiment())
-    unused = [(f"config.{field}", needed) for field, there, needed in needs if not there]
     return [
         f"WARNING: {field}={value[field]} changes nothing without {needed}"
-        for field, needed in unused
-        if value[field] != usual[field]
+        for field, there, needed in needs
+        if not there and value[field] != usual[field]
     ]
 
 

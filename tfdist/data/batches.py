@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -38,11 +38,13 @@ class Batches(Source):
       dataset: the batches.
       decode: turns a batch as it is stored into one to train on, such as JPEGs into images, or None; of own rows only.
       reader: what else there is to know of it, where Python makes the batches.
+      stored: facts of what it is read from.
     """
 
     dataset: tf.data.Dataset
     decode: Callable[..., tuple] | None = None
     reader: python_batches.Reader = python_batches.TENSORFLOWS
+    stored: Mapping[str, object] = dataclasses.field(default_factory=dict)
     bare: bool = dataclasses.field(default=False, init=False)  # its elements are inputs alone, and not a tuple
     size = None
     columns = None
@@ -88,7 +90,7 @@ class Batches(Source):
         return self.decoded.element_spec
 
     def facts(self) -> dict[str, object]:
-        return {"kind": "batches", "batches": self.batches, "elements": str(self.dataset.element_spec)}
+        return {"kind": "batches", "batches": self.batches, "elements": str(self.dataset.element_spec), **self.stored}
 
     def requested_batch(self, batch: int | None, default: int | None = None, steps: int | None = None) -> int | None:
         return batch

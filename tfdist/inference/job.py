@@ -1,7 +1,5 @@
 """Shared by `tfdist.evaluate` and `tfdist.predict`: their flags, and a trained model with data."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -35,11 +33,11 @@ MODEL_FLAGS = ("workdir", "model", "checkpoint", "trust_code")
 class Ready:
     """A model under a strategy, and data for it."""
 
-    model: keras.Model  # not compiled, unless its file has a loss
+    model: "keras.Model"  # not compiled, unless its file has a loss
     from_file: bool  # it comes from `--model`, and was not built by the experiment
     experiment: config.Experiment
-    data: Loaded  # with the description that the model was trained for
-    distribution: Distribution
+    data: "Loaded"  # with the description that the model was trained for
+    distribution: "Distribution"
     source: str  # file or checkpoint with the weights
 
 
@@ -116,7 +114,7 @@ def with_model(
 
 
 def _ready(
-    requested: ModelRequest, recorded: config.Experiment | None, distribution: Distribution, rows_alone: bool
+    requested: ModelRequest, recorded: config.Experiment | None, distribution: "Distribution", rows_alone: bool
 ) -> Ready:
     """Loads data, model and weights on all workers; the run's experiment is `recorded` only on the chief."""
     from tfdist.data.datasets import registry
@@ -157,8 +155,8 @@ def _ready(
 
 
 def _agreed(
-    requested: ModelRequest, recorded: config.Experiment | None, distribution: Distribution
-) -> tuple[config.Experiment, Spec | None, bool]:
+    requested: ModelRequest, recorded: config.Experiment | None, distribution: "Distribution"
+) -> "tuple[config.Experiment, Spec | None, bool]":
     """Broadcasts the run's experiment, its data's description if known, and whether the request names others."""
     from tfdist.data import spec_file
 
@@ -173,7 +171,7 @@ def _agreed(
     return experiment, spec_file.made(plain_spec) if plain_spec else None, other
 
 
-def new_rows(experiment: config.Experiment, spec: Spec, requested: ModelRequest, rows_alone: bool) -> Loaded:
+def new_rows(experiment: config.Experiment, spec: "Spec", requested: ModelRequest, rows_alone: bool) -> "Loaded":
     """Loads all rows of another table, encoded by the training's statistics; `rows_alone` leaves out targets."""
     from tfdist.config import buckets
     from tfdist.data.datasets import tables
@@ -201,7 +199,7 @@ def new_rows(experiment: config.Experiment, spec: Spec, requested: ModelRequest,
     return Loaded(rows, rows, rows.size, spec)
 
 
-def built(experiment: config.Experiment, spec: Spec) -> keras.Model:
+def built(experiment: config.Experiment, spec: "Spec") -> "keras.Model":
     """Returns the model of an experiment with all its variables, to which weights can be assigned."""
     import tensorflow as tf
 
@@ -213,7 +211,7 @@ def built(experiment: config.Experiment, spec: Spec) -> keras.Model:
     return model
 
 
-def share(model: keras.Model, distribution: Distribution, weights: trained_model.Weights | None) -> str:
+def share(model: "keras.Model", distribution: "Distribution", weights: trained_model.Weights | None) -> str:
     """Assigns the chief's weights to the model on all workers; returns their source."""
     from tfdist.checkpoints import training_state
 

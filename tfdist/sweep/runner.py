@@ -217,7 +217,7 @@ class Sweep:
                 self._queue(values, asked.number)
             raise
         value = None
-        if state == TrialState.COMPLETE and (odd := self._other_data(values, _facts(folder))):
+        if state == TrialState.COMPLETE and (odd := self._other_data(values)):
             state, outcome = TrialState.FAIL, {"status": "refused", "reason": odd}
         if state == TrialState.COMPLETE:
             outcome = results.measured(folder)
@@ -253,8 +253,9 @@ class Sweep:
             raise UserError(f"{run.path} is damaged: {error}", "copy it back, or remove it to train it again") from None
         return True
 
-    def _other_data(self, values: Values, facts: Mapping[str, object]) -> str:
+    def _other_data(self, values: Values) -> str:
         """Tells how the data of a run differ from those of runs that finished before; empty if they do not."""
+        facts = lambda name: run_files.mapping(run_files.read(self.path / name).result.get("facts"))
         about_data = lambda v: {f: v[f] for f in v if f.startswith(("data.", "train.precision"))}
         first: dict[str, tuple[str, Values]] = {}  # of the runs with the same fields of the data
         for name, t in self._latest().items():
@@ -263,7 +264,7 @@ class Sweep:
         for name, before in first.values():
             there, here = about_data(before), about_data(values)
             fields = {field for field in here if here[field] != there[field]} - {"data.shuffle"}
-            for fact, *_ in differing_facts(_facts(self.path / name), facts):
+            for fact, *_ in differing_facts(facts(name), facts(space.folder(values))):
                 if fact != resume.MODEL_FILE and _may_be_compared(fact, fields, str((here, there))):
                     return f"the data have changed since {name} ({fact}): use another --workdir"
         return ""
@@ -314,10 +315,6 @@ class Sweep:
             logger.info(f"{elsewhere} runs go on in other processes; the same command takes what they leave")
         logger.info(f"results are in {self.path}{os.sep}: {PAGE}, {TABLE}, {RECORD}")
         return int(any(row.status in ("failed", "refused") for row in rows))
-
-
-def _facts(folder: pathlib.Path) -> Mapping[str, Any]:
-    return run_files.mapping(run_files.read(folder).result.get("facts"))
 
 
 def _may_be_compared(fact: str, fields: set[str], values: str) -> bool:

@@ -1,7 +1,5 @@
 """`--dry_run --topology=...`: compiles the update of a prepared experiment for devices that are not here."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -37,7 +35,7 @@ def locate(where: Environment) -> connect.Placement:
     return dataclasses.replace(placement, choice=connect.StrategyChoice("default", reason, topology.replicas))
 
 
-def create(placement: connect.Placement, topology: str, facts: dict[str, str]) -> Distribution:
+def create(placement: connect.Placement, topology: str, facts: dict[str, str]) -> "Distribution":
     """Starts TensorFlow, as `connect.create`; with `--topology`, returns the strategy of a program for it."""
     distribution = connect.create(placement, facts)
     if not topology:
@@ -49,7 +47,7 @@ def create(placement: connect.Placement, topology: str, facts: dict[str, str]) -
     return program.distribution(spec.replicas, device, placement.choice.reason)
 
 
-def rehearse(prepared: Preparation, distribution: Distribution, name: str) -> list[str]:
+def rehearse(prepared: "Preparation", distribution: "Distribution", name: str) -> list[str]:
     """Compiles the update, and returns the compiler's figures as lines for a terminal.
 
     Raises UserError if it does not fit or cannot be compiled; TrainingError if the compiler fails.
@@ -98,7 +96,7 @@ def lines(result: compiler.Compiled, rows: int, topology: known.Topology) -> lis
     return [f"  {name:<12} {text}" for name, text in texts]
 
 
-def _counted(result: compiler.Compiled, prepared: Preparation, rows: int) -> compiler.Compiled:
+def _counted(result: compiler.Compiled, prepared: "Preparation", rows: int) -> compiler.Compiled:
     """Returns a compiler's figures, with lower bounds of those that it does not count, as the one for GPUs."""
     from tfdist.monitoring import flops
 
@@ -134,7 +132,7 @@ def roofline(result: compiler.Compiled, batch: int, precision: str, topology: kn
     return [f"  {'bound':<12} at most {1e3 * batch / bound:,.0f} examples/s, by {binding} ({bound:.3g} ms; {rest})"]
 
 
-def _export(prepared: Preparation, distribution: Distribution) -> Program:
+def _export(prepared: "Preparation", distribution: "Distribution") -> "Program":
     """Returns the program of an update of this experiment, as in `fit`."""
     from tfdist.data import sources
     from tfdist.keras_bridge import preconditions

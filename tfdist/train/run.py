@@ -161,10 +161,9 @@ class Run:
             )
         if self._checkpoints.failure:
             raise TrainingError(self._checkpoints.failure)
-        facts = self._checkpoints.facts
-        if self._checkpoints.off:  # else they were collected before
-            facts |= data_facts(self._data.train, self._data.eval)
-        result = self._result(status, reason, facts)
+        if self._checkpoints.off:  # else they are there already
+            self._checkpoints.facts |= data_facts(self._data.train, self._data.eval)
+        result = self._result(status, reason)
         write_result(folder, result)
         logger.info(result_lines(result, folder))
         if status == "preempted" and self._checkpoints.saved:
@@ -179,7 +178,7 @@ class Run:
         # Without logging: a thread may call this, while the main thread holds the lock of the logger or of the stream.
         write_result(self._folder, self._result("failed", reason), silent=True)
 
-    def _result(self, status: str, reason: str, facts: dict[str, object] | None = None) -> Result:
+    def _result(self, status: str, reason: str) -> Result:
         """Returns the result so far."""
         recorder, distribution = self._monitors.recorder, self._distribution
         return Result(
@@ -200,7 +199,7 @@ class Run:
             weights_sha256=self._weights_sha256,
             weights_norm=self._weights_norm,
             files=dict(self._folder.checksums),
-            facts=facts or {},
+            facts=dict(self._checkpoints.facts),
             resumed_from=self._checkpoints.resumed_from,
             rollbacks=recorder.rollbacks,
             accumulate=recorder.accumulate,

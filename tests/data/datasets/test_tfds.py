@@ -95,6 +95,24 @@ def test_images_of_all_sizes(kind, source, folders):
     assert loaded.spec == spec_lib.Spec((8, 8, 3), "uint8", 2, 255.0, ("dark", "light")) and loaded.examples == 27
 
 
+def test_a_stream_tells_other_examples_by_their_content(folders, tmp_path, monkeypatch):
+    """Not by the bytes of the files, which differ where they are prepared again."""
+    options = dict(name="photos", image_size="8")
+    facts = lambda folder: registry.load(experiment(folder, **options)).train.facts()
+    before = facts(folders["tfrecord"])
+    for change in (lambda i: i % 2, lambda i: (i + 1) % 2):
+        builder = tfds.builder("photos", data_dir=tmp_path / str(change(0)))
+        monkeypatch.setattr(
+            builder,
+            "_generate_examples",
+            lambda count, change=change: (
+                (i, {"image": photo(i), "label": change(i), "title": f"number {i}"}) for i in range(count)
+            ),
+        )
+        builder.download_and_prepare(file_format="tfrecord")
+        assert (facts(tmp_path / str(change(0))) == before) == (change(0) == 0)
+
+
 @pytest.mark.whole
 def test_both_formats_train_the_same(folders, connect):
     """Not shuffled, since a stream has an order of its own."""

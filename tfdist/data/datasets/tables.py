@@ -161,11 +161,11 @@ def prepare(
     splits: tuple[str, str],
     skip: bool = False,
     kind: str = "csv",
-    trained_on: Spec | None = None,
+    like: Spec | None = None,
 ) -> Loaded:
     """Loads `csv:path` or, by `kind`, `parquet:path`, see `TableOptions`; `skip` leaves bad rows out, with a line.
 
-    A model that was `trained_on` another table gets this one in that table's encoding.
+    A model that was trained on another table, described by `like`, gets this one in that table's encoding.
     """
     by_split = files_by_split(kind, path)
     read_header, read = _readers(kind, options)
@@ -174,15 +174,15 @@ def prepare(
     inputs, kinds = _inputs(chosen, names), dict.fromkeys(chosen.categories, "category")
     if chosen.classify is not None:
         kinds[chosen.target] = "category" if chosen.classify else "number"
-    known = trained_on.target if trained_on else None
+    known = like.target if like else None
     if known and (known.name != chosen.target or chosen.classify not in (None, known.kind == "category")):
         known = None  # the model learns to predict something else from the same inputs
-    if trained_on:
-        if sorted(inputs) != sorted(c.name for c in trained_on.columns):
-            had = ", ".join(c.name for c in trained_on.columns)
+    if like:
+        if sorted(inputs) != sorted(c.name for c in like.columns):
+            had = ", ".join(c.name for c in like.columns)
             raise UserError(f"{what} has the inputs {', '.join(inputs)}, and the model was trained on {had}")
-        inputs = [c.name for c in trained_on.columns]
-        kinds |= _kinds(trained_on.columns, known, options)
+        inputs = [c.name for c in like.columns]
+        kinds |= _kinds(like.columns, known, options)
     parts: dict[str, csv_reader.Table] = {}
     # The file to train on first: it decides what the columns of the others are.
     for name in sorted(by_split, key=lambda name: (name != "train", name)):
@@ -205,7 +205,7 @@ def prepare(
         return pieces[0] if len(pieces) == 1 else csv_reader.joined(pieces)
 
     train, evaluation = cut("data.train_split", splits[0]), cut("data.eval_split", splits[1])
-    columns = trained_on.columns if trained_on else tuple(_described(train, name) for name in inputs)
+    columns = like.columns if like else tuple(_described(train, name) for name in inputs)
     target, classes = (known, _classes(known)) if known else _target(train, chosen)
     encoded = lambda table: (encode(table, columns), encode_target(table, target, classes))
     made = [Arrays(encoded(table), crc(list(table.numbers.values()))) for table in (train, evaluation)]

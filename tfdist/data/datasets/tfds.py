@@ -21,7 +21,7 @@ import tensorflow_datasets as tfds
 
 from tfdist import config
 from tfdist.config import field_syntax, local_files
-from tfdist.data.arrays import Arrays, in_memory
+from tfdist.data.arrays import Arrays, crc, in_memory
 from tfdist.data.augmentation.ops import parse, resize
 from tfdist.data.batches import Batches
 from tfdist.data.datasets.examples import stored_reader
@@ -33,6 +33,7 @@ from tfdist.data.spec import Spec, Structure
 from tfdist.errors import UserError, one_line, shown
 
 BY_NUMBER = tfds.core.FileFormat.ARRAY_RECORD  # the format that TFDS reads by number
+_COMPARED = 256  # examples of a stream, by which a resume notices other data
 LIMIT_S = 24 * 3600.0  # limit for another run that prepares the same data set
 _RESOLVING = threading.Lock()
 
@@ -245,9 +246,11 @@ def _source(
     batch = getattr(experiment, use).batch_size
     decoders, decode = _undecoded(info.features, keys, inputs, data.resize)
     stream = builder.as_dataset(split=split, as_supervised=True, shuffle_files=False, decoders=decoders)
+    # Not of the files: those of two machines have the features of an example in any order.
+    stored = {"checksum of the first examples": crc(list(stream.take(_COMPARED)))}
     if use == "train" and data.shuffle:
         stream = stream.shuffle(min(count, 16 * batch + 10_000), experiment.seed, reshuffle_each_iteration=True)
-    return Batches(stream.batch(batch), decode)
+    return Batches(stream.batch(batch), decode, stored=stored)
 
 
 def _input_spec(data: config.Data, feature: tfds.features.FeatureConnector, key: str) -> tf.TensorSpec:

@@ -4,8 +4,6 @@ Keras' `fit` crashes under it (keras issue 20585); the step of tfdist does not
 use what crashes. The strategy itself is started only when all workers have met.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import signal
@@ -47,7 +45,7 @@ class Ring:
                 for i in range(self.IN_FLIGHT)
             ]
 
-    def reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def reduce(self, tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
         """Sums each tensor over all replicas."""
         import tensorflow as tf
 
@@ -79,7 +77,7 @@ class SharedMemory:
         self._through, self._workers = through, workers
         self._used = 0
 
-    def reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def reduce(self, tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
         """Sums each tensor over all replicas; those of half precision in float32."""
         import tensorflow as tf
 
@@ -93,7 +91,7 @@ class SharedMemory:
             sums.append(tf.cast(total, tensor.dtype))
         return sums
 
-    def gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def gather(self, tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
         """Concatenates each flat tensor over all replicas."""
         import tensorflow as tf
 
@@ -140,10 +138,10 @@ def create(
     bucket = collectives.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     replicas = len(names) * peers.size
 
-    def all_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def all_sum(tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
         return collectives.bucketed(tensors, reduce, bucket)
 
-    def all_gather(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def all_gather(tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
         if shared:
             return in_memory.gather(tensors)
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -151,7 +149,7 @@ def create(
 
     averages: dict[tuple[int, ...], Callable[[], None]] = {}  # a compiled function for each list of variables
 
-    def average(variables: list[keras.Variable]) -> None:
+    def average(variables: "list[keras.Variable]") -> None:
         def mean() -> None:
             for variable, total in zip(variables, all_sum([tf.convert_to_tensor(v.value) for v in variables])):
                 variable.assign(total / replicas)
@@ -199,7 +197,7 @@ def _saying_what_cannot_travel(scope: contextlib.AbstractContextManager[object])
     """Enters the scope of the strategy, in which a variable that the chief cannot send is refused in one line."""
     import tensorflow as tf
 
-    def create(creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+    def create(creator: "Callable[..., tf.Variable]", **kwargs: Any) -> "tf.Variable":
         try:
             return creator(**kwargs)
         except tf.errors.InvalidArgumentError as error:
@@ -217,7 +215,7 @@ def _saying_what_cannot_travel(scope: contextlib.AbstractContextManager[object])
 
 
 def _reduce_in_layers(
-    strategy: tf.distribute.MultiWorkerMirroredStrategy, reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]]
+    strategy: "tf.distribute.MultiWorkerMirroredStrategy", reduce: "Callable[[list[tf.Tensor]], list[tf.Tensor]]"
 ) -> None:
     """Makes layers, such as a synchronized BatchNorm, sum through their replica context as gradients are summed."""
     import tensorflow as tf
@@ -225,9 +223,9 @@ def _reduce_in_layers(
     theirs = strategy.extended.batch_reduce_to
 
     def batch_reduce_to(
-        reduce_op: tf.distribute.ReduceOp,
+        reduce_op: "tf.distribute.ReduceOp",
         pairs: Sequence[tuple[object, object]],
-        options: tf.distribute.experimental.CommunicationOptions,
+        options: "tf.distribute.experimental.CommunicationOptions",
     ) -> list[object]:
         values = [value for value, _ in pairs]
         if not all(isinstance(value, tf.Tensor) for value in values):  # sparse, or not of one replica
@@ -239,8 +237,8 @@ def _reduce_in_layers(
 
 
 def _start(
-    names: tuple[str, ...], peers: Peers, options: tf.distribute.experimental.CommunicationOptions
-) -> tf.distribute.MultiWorkerMirroredStrategy:
+    names: tuple[str, ...], peers: Peers, options: "tf.distribute.experimental.CommunicationOptions"
+) -> "tf.distribute.MultiWorkerMirroredStrategy":
     """Starts TensorFlow's servers on all workers together; raises UserError, or PeerError if one was lost meanwhile."""
     import tensorflow as tf
     from tensorflow.python.distribute import collective_all_reduce_strategy as home
