@@ -271,15 +271,18 @@ def remat_mode(layer: keras.Layer) -> str:
     return getattr(getattr(layer, "_remat_mode", None), "mode", None) or ""
 
 
-def computing_in(model: keras.Model, dtype: str) -> AbstractContextManager[None]:
-    """Lets all layers, within it, compute in a type, and leaves their variables as they are.
+@contextlib.contextmanager
+def computing_in(model: keras.Model, dtype: str) -> Iterator[None]:
+    """Lets all layers and losses, within it, compute in a type, and leaves their variables as they are.
 
     A policy has a public name for float16 and bfloat16 on float32 variables only.
     """
     policies = [(layer, keras.DTypePolicy("float32")) for layer in flat_layers(model)]
     for layer, policy in policies:
         policy._compute_dtype, policy._variable_dtype = dtype, layer.variable_dtype
-    return replaced("_dtype_policy", policies)
+    losses = {id(entry.loss): entry.loss for entry in loss_entries(model) if isinstance(entry.loss, keras.losses.Loss)}
+    with replaced("_dtype_policy", policies), replaced("_dtype", [(loss, dtype) for loss in losses.values()]):
+        yield
 
 
 def reset_layer_names() -> None:

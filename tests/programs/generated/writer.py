@@ -306,7 +306,7 @@ class _Writer:
             given += f", batch_size={batch}"
             if self.weight != "None":
                 given += ", sample_weight=w"
-            if self.chance(0.1):
+            if self.chance(0.1) and not first:  # which says for tfdist where in the data to begin
                 # Others end within an epoch, which Keras cuts short and tfdist, with a warning, does not.
                 options.append(f"steps_per_epoch={self.pick([n for n in range(1, steps + 1) if steps % n == 0])}")
         elif kind == "tf.data":
@@ -323,7 +323,9 @@ class _Writer:
             elif kind == "once":
                 epochs, options[0] = 1, f"epochs={first + 1}"
         if n >= 5 and self.chance(0.5):
-            options += self.validation(kind, epochs)
+            validation = self.validation(kind, epochs)
+            divides = "steps_per_epoch" in str(options) and "validation_split" in str(validation)
+            options += [] if divides else validation
         chosen = [c for c in self.some(CALLBACKS, 2) if self.suits(c, options, model)]
         if chosen:
             options.append(f"callbacks=[{', '.join(chosen)}]")
