@@ -3,6 +3,7 @@
 TFDIST_TEST_SEED=123 runs the program of one seed, under each number of replicas. A failure prints the program.
 """
 
+import dataclasses
 import inspect
 import os
 import re
@@ -26,10 +27,18 @@ def cells():
 @pytest.mark.parametrize("seed, replicas", cells())
 def test_ends_as_with_keras(seed, replicas, connect, tmp_path):
     program = writer.write(seed)
-    expected = running.by_keras(program, tmp_path / "keras")
-    got = running.by_tfdist(program, connect(replicas), tmp_path / "tfdist")
-    wrong = running.complaint(program, got, expected, replicas)
+    wrong, _ = judged(program, connect(replicas), tmp_path / "once")
+    if wrong and program.precision == "float32":  # where rounding may have grown; a real difference is there in float64
+        exact, again = judged(dataclasses.replace(program, precision="float64"), connect(replicas), tmp_path / "again")
+        wrong = exact if again.error is None else wrong
     assert not wrong, f"{replicas} replicas: {wrong}\n{program}"
+
+
+def judged(program, distribution, folder):
+    """Returns what is wrong with the program under tfdist, and what it comes to with Keras."""
+    expected = running.by_keras(program, folder / "keras")
+    got = running.by_tfdist(program, distribution, folder / "tfdist")
+    return running.complaint(program, got, expected, distribution.replicas), expected
 
 
 @pytest.mark.parametrize("kind", ["layers", "losses", "metrics", "optimizers"])

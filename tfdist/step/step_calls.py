@@ -242,6 +242,10 @@ _COMPLAINTS = (
         ": what layers, losses and steps sum with all_reduce must not depend on the worker",
     ),
     (r"a batch of the data set is larger than the first one \(.*?\)", ": make the first batch the largest"),
+    (
+        r"Cannot batch tensors with different shapes.*? and element \d+ had shape \[.*?\]",
+        ": make them alike in the data",
+    ),
     (r"stateful layers carry on .*? is made for", ""),
     (r"Received a label value of .*? outside the valid range of \[.*?\)", ": correct labels or the model's last layer"),
 )

@@ -256,10 +256,10 @@ def _source(
 def _input_spec(data: config.Data, feature: tfds.features.FeatureConnector, key: str) -> tf.TensorSpec:
     """Returns type and shape of one input as it is trained on: images of different sizes get `data.image_size`."""
     inputs, size = feature.get_tensor_spec(), field_syntax.image_size(data.image_size)
-    if inputs.shape.is_fully_defined():
+    if not tf.nest.is_nested(inputs) and inputs.shape.is_fully_defined():
         return tf.TensorSpec(inputs.shape, inputs.dtype)
     if not isinstance(feature, tfds.features.Image) or not inputs.shape[-1]:
-        what = f"{key!r} of {data.name} has another shape in each example"
+        what = f"{key!r} of {data.name} is not one tensor of the same shape in each example"
         raise UserError(what, "wrap it in a package.module:function")
     if not size:
         raise UserError(f"the images of {data.name} have different sizes", "set data.image_size, such as 224")
