@@ -211,7 +211,7 @@ def test_a_file_that_does_not_tell_how_its_table_was_encoded(tmp_path, said):
     spec_file.write(lambda name, text: (tmp_path / name).write_text(text), spec)
     other = registry.load(flats(tmp_path / "b.csv", ["Bern", "Oslo"], 60, 20)).spec
     models.build(experiment, other)
-    assert "has other means, deviations or texts, which its weights fit" in said[-1]
+    assert "was trained on another table's encoding, which it keeps as model.name" in said[-1]
     experiment.model = config.Model(name=str(tmp_path / "a.keras"))
     with refused("has the inputs size, and the model was trained on size, town"):
         registry.load(

@@ -61,8 +61,7 @@ def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> ker
         lines.append(pretrained.take(model, wanted.weights))
         if spec.columns and getattr(spec_file.of_model(wanted.weights), "columns", spec.columns) != spec.columns:
             lines.append(
-                f"WARNING: the table of {wanted.weights} has other means, deviations or texts, which its weights fit: "
-                f"model.name={wanted.weights} encodes this one alike"
+                f"WARNING: {wanted.weights} was trained on another table's encoding, which it keeps as model.name"
             )
         if wanted.name in config.APPLICATIONS:
             vision.correct(model)
@@ -129,8 +128,7 @@ def check_can_be_saved(model: keras.Model, name: str) -> None:
             json.dumps(keras.saving.serialize_keras_object(model))
     except (TypeError, ValueError, NotImplementedError) as error:
         why = one_line(error, 200).partition(". ")[0]
-        what = f"model.name={name!r} cannot be saved ({why})"
-        raise UserError(what, "give what it is made of a get_config()") from error
+        raise UserError(f"model.name={name!r} cannot be saved ({why})", "give its parts a get_config()") from error
 
 
 def _check_targets(name: str, model: keras.Model, train: Source) -> None:

@@ -206,7 +206,7 @@ def prepare(
 
     train, evaluation = cut("data.train_split", splits[0]), cut("data.eval_split", splits[1])
     columns = like.columns if like else tuple(_described(train, name) for name in inputs)
-    target, classes = (known, _classes(known)) if known else _target(train, chosen)
+    target, classes = (known, len(known.vocabulary) or None) if known else _target(train, chosen)
     encoded = lambda table: (encode(table, columns), encode_target(table, target, classes))
     made = [Arrays(encoded(table), crc(list(table.numbers.values()))) for table in (train, evaluation)]
     classified = target.vocabulary if classes else ()
@@ -310,11 +310,7 @@ def read_rows(
     table = leave_out_without(table, target.name, path, skip)
     if not table.size:
         raise UserError(f"{path} has no rows with a target {target.name!r}: there is nothing to evaluate on")
-    return encode(table, columns), encode_target(table, target, _classes(target))
-
-
-def _classes(target: Column) -> int | None:
-    return len(target.vocabulary) if target.kind == "category" else None
+    return encode(table, columns), encode_target(table, target, len(target.vocabulary) or None)
 
 
 def _kinds(columns: tuple[Column, ...], target: Column | None, options: Options) -> dict[str, str]:

@@ -33,7 +33,6 @@ from tfdist.data.spec import Spec, Structure
 from tfdist.errors import UserError, one_line, shown
 
 BY_NUMBER = tfds.core.FileFormat.ARRAY_RECORD  # the format that TFDS reads by number
-_COMPARED = 256  # examples of a stream, by which a resume notices other data
 LIMIT_S = 24 * 3600.0  # limit for another run that prepares the same data set
 _RESOLVING = threading.Lock()
 
@@ -246,8 +245,8 @@ def _source(
     batch = getattr(experiment, use).batch_size
     decoders, decode = _undecoded(info.features, keys, inputs, data.resize)
     stream = builder.as_dataset(split=split, as_supervised=True, shuffle_files=False, decoders=decoders)
-    # Not of the files: those of two machines have the features of an example in any order.
-    stored = {"checksum of the first examples": crc(list(stream.take(_COMPARED)))}
+    # By some a resume notices other data; not by files, which on two machines have an example's features in any order.
+    stored = {"checksum of the first examples": crc(list(stream.take(256)))}
     if use == "train" and data.shuffle:
         stream = stream.shuffle(min(count, 16 * batch + 10_000), experiment.seed, reshuffle_each_iteration=True)
     return Batches(stream.batch(batch), decode, stored=stored)
