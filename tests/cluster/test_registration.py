@@ -187,7 +187,7 @@ def test_a_chief_that_waits_longer_than_this_worker(member, master):
 
 
 def test_the_chief_dies_while_it_waits(member, master):
-    chief = member(0, size=3, master=master, constants={"PATIENCE_S": 0.1})
+    chief = member(0, size=3, master=master, constants={"PATIENCE_S": 0.1, "REPEAT_S": 0.1})
     chief.until("waiting for")
     other = member(1, size=3, master=master)
     chief.until("waiting for worker 2 of 3")
@@ -197,7 +197,7 @@ def test_the_chief_dies_while_it_waits(member, master):
 
 
 def test_a_worker_that_goes_and_comes_again(member, master):
-    chief = member(0, size=3, master=master, constants={"PATIENCE_S": 0.05, "CHECK_S": 0.05})
+    chief = member(0, size=3, master=master, constants={"PATIENCE_S": 0.05, "REPEAT_S": 0.05, "CHECK_S": 0.05})
     first = member(1, size=3, master=master)
     chief.until("waiting for worker 2 of 3")
     first.process.kill()

@@ -192,6 +192,7 @@ TASKS = [
 ]
 
 
+@pytest.mark.whole
 def test_slurm_tasks(slurm, hosts, start):
     for options, places in TASKS:  # in one test: it is Slurm itself that takes its time
         parts = [[*part.split(), sys.executable, "-c", DETECT] for part in options.split(" : ")]

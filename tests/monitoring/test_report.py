@@ -318,6 +318,7 @@ def test_a_report_never_makes_a_run_fail(tmp_path, monkeypatch):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.whole
 def test_it_stays_small(tmp_path):
     folder = full(tmp_path, samples=20_000)
     epochs = [{"epoch": i, "updates": i, "seconds": i, "loss": math.sin(i)} for i in range(1, 20_000)]

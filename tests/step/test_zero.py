@@ -29,7 +29,9 @@ def test_slices_give_the_bits_of_whole_state(connect, name, replicas):
     assert whole == sliced
 
 
-@pytest.mark.parametrize("world", ["shared memory", "horovod", pytest.param("ring", marks=pytest.mark.whole)])
+@pytest.mark.parametrize(
+    "world", ["shared memory", *(pytest.param(other, marks=pytest.mark.whole) for other in ("horovod", "ring"))]
+)
 def test_slices_on_several_workers_give_the_bits_of_whole_state(tmp_path, world):
     strategy, names, options = WORLDS[world]
     outcomes = worlds.outcomes(tmp_path, strategy, 2, "zero", [*names, "refusal", "resume"], **options)

@@ -212,6 +212,7 @@ def test_what_cannot_be_used_is_refused(call, message, connect):
         call(ours(connect(1)), made("dense", connect(1)), *images(12))
 
 
+@pytest.mark.whole
 def test_virtual_replicas_give_the_same_bits_on_any_number_of_replicas(connect):
     found = lambda n: calls("weighed", ours(connect(n), virtual_replicas=4), made("weighed", connect(n)), [12, 1])
     training_cases.all_same(keras.tree.flatten(found(1)), keras.tree.flatten(found(3)))
