@@ -256,15 +256,17 @@ def test_runs_that_cannot_be_used(spoil, checkpoint, message, copy):
 
 
 def test_functions_that_have_changed_since_the_training_are_refused(run, tmp_path, monkeypatch):
-    """The function's own file, and what that imports: a constant, and a module that is imported only as it runs."""
+    """The function's own file, and what that imports or reads: a constant, a module that is imported late, settings."""
     text = (
-        "import keras\nfrom parts import UNITS\ndef model(spec):\n    import late.kind\n    k = keras.layers\n"
-        "    layers = [k.Flatten(), k.Dense(UNITS, late.kind.KIND), k.Dense(10)]\n"
+        "import json, keras\nfrom parts import UNITS\ndef model(spec):\n    import late.kind\n    k = keras.layers\n"
+        "    scale = k.Rescaling(json.load(open('settings.json'))['scale'])\n"
+        "    layers = [k.Flatten(), scale, k.Dense(UNITS, late.kind.KIND), k.Dense(10)]\n"
         "    return keras.Sequential([keras.Input(spec.shape), *layers])\n"
     )
     (tmp_path / "late").mkdir()
     (tmp_path / "late" / "kind.py").write_text("KIND = 'relu'\n")
     (tmp_path / "parts.py").write_text("UNITS = 9\n")
+    (tmp_path / "settings.json").write_text('{"scale": 0.5}')
     (tmp_path / "mine.py").write_text(text)
     flags = ["--config.model.name=mine:model", "--config.train.epochs=1", "--config.optimizer.warmup=0%", "--workdir=w"]
     done = run("tfdist.train", "--config=digits_mlp", "--config.model.options=", *flags)
@@ -272,7 +274,7 @@ def test_functions_that_have_changed_since_the_training_are_refused(run, tmp_pat
     (tmp_path / "mine.py").write_text("# of mine\n" + text)
     done = run("tfdist.evaluate", "--workdir=w")
     assert done.returncode == 0, done.stderr
-    for file, was, now in (("parts.py", "9", "10"), ("late/kind.py", "relu", "elu")):
+    for file, was, now in (("parts.py", "9", "10"), ("late/kind.py", "relu", "elu"), ("settings.json", "0.5", "0.7")):
         content = (tmp_path / file).read_text()
         (tmp_path / file).write_text(content.replace(was, now))
         done = run("tfdist.evaluate", "--workdir=w")

@@ -269,6 +269,30 @@ model.fit(x, x, verbose=0)
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize(
+    "read", ["json.load(open('settings.json'))", "json.loads(pathlib.Path('settings.json').read_text())"]
+)
+def test_settings_that_the_script_reads_from_a_file_are_part_of_it(read, script, tmp_path):
+    """However the value gets into the model: by an attribute, a global, a schedule that does not tell it."""
+    (tmp_path / "own.py").write_text(f"""
+import json, pathlib, keras, numpy as np
+V = {read}["rate"]
+class Schedule(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step): return V
+x = np.random.default_rng(0).normal(size=(64, 3))
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
+model.compile(keras.optimizers.SGD(Schedule()), "mse")
+json.dump(model.fit(x, x[:, :1], verbose=0).history, open("history.json", "w"))
+json.load(open("history.json"))
+""")
+    for rate, code in ((0.1, 0), (0.1, 0), (0.2, 2)):
+        (tmp_path / "settings.json").write_text(json.dumps({"rate": rate}))
+        done = script("--strategy=default", "--workdir=kept", program=("own.py",))
+        assert done.returncode == code, done.stderr
+    assert "call 1 of fit cannot continue: the code of settings.json has changed: undo the change" in done.stderr
+
+
+@pytest.mark.faults
 def test_what_the_script_reads_from_elsewhere_is_compared(script, tmp_path):
     """Trainings with settings of two kinds were mixed, since the code was the same."""
     (tmp_path / "own.py").write_text("""

@@ -77,12 +77,6 @@ def test_patience_counts_evaluations(connect):
     assert stopping.best_epoch == 3 * best + 2
 
 
-def test_a_number_that_is_nan_is_told(said):
-    stopping = Patience("val_loss", 1)
-    stopping.get_monitor_value({"val_loss": float("nan")})
-    assert "WARNING: val_loss is NaN and counts as no improvement" in said[-1]
-
-
 @pytest.mark.whole
 def test_with_an_average_the_best_weights_are_averaged(connect):
     stopping = Patience("val_loss", 2)

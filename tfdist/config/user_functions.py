@@ -23,6 +23,8 @@ _FOLDERS = (str(pathlib.Path(__file__).parents[1]), *map(sysconfig.get_path, ("s
 syntax = functools.cache(lambda path: ast.dump(ast.parse(path.read_bytes())))  # without comments and line breaks
 _LIBRARIES = {"keras", "tensorflow", "tfdist", "numpy", *sys.stdlib_module_names} - {"__main__"}
 """Top-level packages whose code is known by their version."""
+WRITTEN, _READ = set[str](), dict[str, pathlib.Path]()  # files below the working folder, once `note_files` is called
+_SETTINGS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".conf", ".txt", ".env")
 _WITHOUT_ATTRIBUTES = (str, bytes, int, float, complex, bool, type(None), np.ndarray, np.generic, types.ModuleType)
 
 
@@ -34,6 +36,7 @@ def as_now(reference: str) -> str:
 
 def resolve(field: str, reference: str, called: bool = True) -> Callable:
     """Returns the function, or any object unless `called`, of `package.module:function`, also in the working folder."""
+    note_files()
     module_name, _, name = as_now(reference).partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `python -m` does so by itself, a console script does not
@@ -105,10 +108,43 @@ def _file(name: str) -> pathlib.Path:
 
 
 def code_digests(references: Iterable[str]) -> dict[str, str]:
-    """Returns by name a digest of each file of the user's that functions of `package.module:function` may run."""
+    """Returns by name a digest of each file of the user's that functions of `package.module:function` run or read."""
     files = loaded_files(as_now(reference).partition(":")[0] for reference in references)
     digest = lambda path: hashlib.sha256(syntax(path).encode()).hexdigest()[:16]
-    return {f"{CODE} {name}": digest(path) for path, name in files.items()}
+    return {f"{CODE} {name}": digest(path) for path, name in files.items()} | settings_read()
+
+
+@functools.cache
+def note_files() -> None:
+    """Notes from now on which files below the working folder Python opens: all to write, and settings to read."""
+    here = os.getcwd() + os.sep
+
+    def note(event: str, arguments: tuple) -> None:
+        if event == "open" and isinstance(arguments[0], str) and len(WRITTEN) + len(_READ) < 10_000:
+            (name, mode, opened), path = arguments, os.path.abspath(arguments[0])
+            writes = set(mode) & set("wax+") if isinstance(mode, str) else opened & (os.O_WRONLY | os.O_RDWR)
+            if path.startswith(here) and writes:
+                WRITTEN.add(path.removeprefix(here))
+            elif path.startswith(here) and name.endswith(_SETTINGS) and _for_user(sys._getframe(1)):
+                _READ[path.removeprefix(here)] = pathlib.Path(path)
+
+    sys.addaudithook(note)
+
+
+def _for_user(frame: types.FrameType | None) -> bool:
+    """Returns whether code of the user is what opens a file, by functions of libraries or by itself."""
+    while frame and not is_users(frame.f_code.co_filename):
+        if frame.f_globals.get("__name__", "").startswith("tfdist."):
+            return False
+        frame = frame.f_back
+    return frame is not None
+
+
+def settings_read() -> dict[str, str]:
+    """Returns by name digests of the settings that code of the user has read, and that nothing here has written."""
+    digest = lambda path: hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    small = {n: p for n, p in _READ.items() if n not in WRITTEN and p.is_file() and p.stat().st_size < 1 << 20}
+    return {f"{CODE} {name}": digest(path) for name, path in sorted(small.items())}
 
 
 def is_own(code: object) -> bool:

@@ -124,21 +124,16 @@ def _combinations(experiment: Experiment) -> None:
 def without_effect(experiment: Experiment) -> list[str]:
     """Returns a warning for each field that is set and changes nothing, since another one is not."""
     data, train, saves = experiment.data, experiment.train, experiment.checkpoint.every != "off"
-    other = field_syntax.files(data.name) or field_syntax.is_reference(data.name) or data.name in config.DATASETS
-    needs = [
-        ("config.train.monitor", train.patience > 0, "train.patience"),
-        ("config.train.max_rollbacks", train.on_nonfinite == "rollback", "train.on_nonfinite=rollback"),
-        ("config.data.resize", data.image_size != "", "data.image_size"),
-        ("config.data.data_dir", not other or data.name == "digits", "a TFDS name in data.name"),
-        ("config.checkpoint.keep", saves, "checkpoint.every"),
-        ("config.checkpoint.asynchronous", saves, "checkpoint.every"),
-    ]
-    value, usual = config.flat(experiment), config.flat(Experiment())
-    return [
-        f"WARNING: {field}={value[field]} changes nothing without {needed}"
-        for field, there, needed in needs
-        if not there and value[field] != usual[field]
-    ]
+    other = field_syntax.files(data.name) or field_syntax.is_reference(data.name) or data.name == "synthetic"
+    needs = {
+        "config.train.monitor": train.patience == 0 and "train.patience",
+        "config.train.max_rollbacks": train.on_nonfinite == "stop" and "train.on_nonfinite=rollback",
+        "config.data.resize": not data.image_size and "data.image_size",
+        "config.data.data_dir": other and "a TFDS name in data.name",
+        "config.checkpoint.keep": not saves and "checkpoint.every",
+    }
+    changed = dict(config.flat(experiment).items() - config.flat(Experiment()).items())
+    return [f"WARNING: {f}={value} changes nothing without {needs[f]}" for f, value in changed.items() if needs.get(f)]
 
 
 def _types(group: object, above: str = "") -> None:

@@ -114,9 +114,8 @@ def _adds_up(metric: keras.Metric, y_true: Structure, y_pred: Structure, already
         if not all(np.isfinite(v).all() for v in (e, w, a, b, c, f, m)):
             return None
         rounding = 1e-4 * max(1.0, np.abs(w).max(initial=0)) if w.size else 0
-        if not (np.allclose(w - e, a + b - 2 * e, 1e-4, rounding) and np.allclose(w, c, 1e-4, rounding)):
-            return False
-        if not np.allclose(w - e, m - f, 1e-4, max(rounding, 4e-7 * already)):  # to which float32 rounds
+        counts_on = np.allclose(w - e, m - f, 1e-4, max(rounding, 4e-7 * already))  # to which float32 rounds
+        if not (counts_on and np.allclose(w - e, a + b - 2 * e, 1e-4, rounding) and np.allclose(w, c, 1e-4, rounding)):
             return False
     return True
 

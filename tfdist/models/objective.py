@@ -15,8 +15,6 @@ from tfdist.data.loaded import Loaded
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals
 
-_RATE_SETTERS = (keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler)
-
 
 def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> tuple[dict[str, Any], bool, bool]:
     """Returns what `train.loss` and `train.metrics` ask for, and for what they leave open, what fits the data.
@@ -56,6 +54,7 @@ def callbacks(experiment: config.Experiment, optimizer: keras.optimizers.Optimiz
     made = []
     rate = keras_internals.rate_setting(keras_internals.inner_optimizer(optimizer))
     scheduled = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+    setters = (keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler)
     for spec in training_objects.callbacks(experiment.train):
         if spec.kind:
             found = _of_keras(keras.callbacks, spec, {})
@@ -66,7 +65,7 @@ def callbacks(experiment: config.Experiment, optimizer: keras.optimizers.Optimiz
         for callback in found if isinstance(found, (list, tuple)) else [found]:
             if not isinstance(callback, keras.callbacks.Callback):
                 raise UserError(f"{spec.field}: {spec.name} must return Keras callbacks, got {callback!r}")
-            if scheduled and isinstance(callback, _RATE_SETTERS):
+            if scheduled and isinstance(callback, setters):
                 what = f"{spec.field}: {spec.name} sets the learning rate, which has a schedule or a warm-up"
                 raise UserError(what, "leave it out, or set optimizer.schedule=constant and optimizer.warmup='0 steps'")
             made.append(callback)

@@ -212,7 +212,7 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
     """Returns what must be the same when a call of `fit` is continued."""
     code = user_functions.loaded_files([*sys.modules])
     facts = {f"{CODE} {os.path.relpath(path)}": _digest(user_functions.syntax(path)) for path in code}
-    facts["arguments"] = str(sys.argv[1:])
+    facts |= user_functions.settings_read() | {"arguments": str(sys.argv[1:])}
     facts |= {name: str(arguments[name]) for name in _SETTINGS if arguments.get(name) is not None}
     losses = keras.tree.flatten(model.loss) if model.compiled else []  # whose `get_config` leaves numbers out
     parts = [*keras_internals.flat_layers(model), *losses, *keras_internals.compiled_with(model)]
@@ -227,7 +227,8 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
     facts[STARTING] = _digest(model.get_weights())
     if model.compiled:
         optimizer = keras_internals.inner_optimizer(model.optimizer)
-        facts["optimizer"] = f"{type(optimizer).__name__} {optimizer.get_config() | {'name': ''}}"
+        with contextlib.suppress(NotImplementedError):  # of a schedule of the script's own
+            facts["optimizer"] = f"{type(optimizer).__name__} {optimizer.get_config() | {'name': ''}}"
     return facts
 
 

@@ -9,12 +9,11 @@ import runpy
 import sys
 import traceback
 import types
-from collections.abc import Iterator
 from types import TracebackType
 
 from absl import flags
 
-from tfdist.config import messages, runtime_options
+from tfdist.config import messages, runtime_options, user_functions
 from tfdist.config.runtime_options import Environment, PlacementOptions
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
@@ -23,7 +22,6 @@ from tfdist.run import Options, Program
 from tfdist.run.kept_fits import KeptFits
 from tfdist.trainer import keras_patch, worker_session
 
-_MOST_FILES = 10_000  # written files that are compared over workers
 _NOT_DISTRIBUTED = (
     "WARNING: the script has ended and called neither fit, evaluate, predict nor their relatives of a Keras model: a "
     "loop of its own over GradientTape or strategy.run is not distributed"
@@ -51,7 +49,7 @@ def _patched(program: Program, distribution: Distribution, environment: Environm
         keras_patch.install(patch)
         if options.show == "chief" and not distribution.is_chief:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        written = stack.enter_context(_noting_written_files()) if distribution.workers > 1 else set()
+        user_functions.note_files()
         code = _executed(program, distribution)
         if kept:
             kept.finish(code)
@@ -59,7 +57,7 @@ def _patched(program: Program, distribution: Distribution, environment: Environm
             return code
         if not patch.calls:
             messages.logger.info(_NOT_DISTRIBUTED)
-        _warn_of_shared_files(distribution, written)
+        _warn_of_shared_files(distribution)
     return 0
 
 
@@ -123,30 +121,10 @@ def _place(trace: TracebackType | None, program: Program) -> str:
     return place
 
 
-@contextlib.contextmanager
-def _noting_written_files() -> Iterator[set[str]]:
-    """Collects the files below the working directory that Python opens to write, from now on."""
-    here, written, on = os.getcwd() + os.sep, set[str](), [True]
-
-    def note(event: str, arguments: tuple) -> None:
-        if event == "open" and on and isinstance(arguments[0], str) and len(written) < _MOST_FILES:
-            path, mode, opened = arguments
-            writes = set(mode) & set("wax+") if isinstance(mode, str) else opened & (os.O_WRONLY | os.O_RDWR)
-            path = os.path.abspath(path)
-            if writes and path.startswith(here):
-                written.add(path.removeprefix(here))
-
-    sys.addaudithook(note)
-    try:
-        yield written
-    finally:
-        on.clear()
-
-
-def _warn_of_shared_files(distribution: Distribution, written: set[str]) -> None:
+def _warn_of_shared_files(distribution: Distribution) -> None:
     """Warns of files that several workers of one host have written, each over what the others wrote."""
     peers = distribution.peers
-    mine = sorted(path for path in written if "__pycache__" not in pathlib.Path(path).parts)
+    mine = sorted(path for path in user_functions.WRITTEN if "__pycache__" not in pathlib.Path(path).parts)
     first, *others = peers.gather("the files that the script has written", mine)
     shared = [path for path in first if any(path in theirs for theirs in others)]
     if shared and distribution.is_chief:

@@ -320,9 +320,8 @@ class Sweep:
 def _may_be_compared(fact: str, fields: set[str], values: str) -> bool:
     """Tells whether runs whose `fields` of the data differ, with these values, must have this fact in common."""
     fields = fields - {"data.train_split" if fact.endswith(" of the validation") else "data.eval_split"}
-    inputs_only = {"data.cache", "data.image_size", "data.resize"}
-    if "mix" not in values:  # mixup and cutmix make rows of shares of classes
-        inputs_only.add("data.augment")
+    # Of inputs alone; mixup and cutmix make rows of shares of classes.
+    inputs_only = {"data.cache", "data.image_size", "data.resize", *["data.augment"] * ("mix" not in values)}
     return not fields or (fields <= inputs_only and ("target" in fact or "label" in fact))
 
 

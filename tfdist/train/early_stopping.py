@@ -1,13 +1,11 @@
 """Early stopping: patience counted in evaluations, the best weights at the end."""
 
-import math
 from collections.abc import Iterable, Mapping
 
 import keras
 
 from tfdist import config
 from tfdist.config import schedule
-from tfdist.config.messages import logger
 from tfdist.errors import UserError
 from tfdist.keras_bridge import preconditions
 from tfdist.trainer.callbacks import Callback
@@ -72,8 +70,6 @@ class Patience(Callback, keras.callbacks.EarlyStopping):
             return None
         if self.monitor not in logs:
             raise _not_measured("train.monitor", self.monitor, logs)
-        if math.isnan(logs[self.monitor]):
-            logger.info(f"WARNING: {self.monitor} is NaN and counts as no improvement: look for NaN in data.eval_split")
         return float(logs[self.monitor])
 
     @property

@@ -107,10 +107,7 @@ def _check_end(path: str) -> None:
 
 
 def _identity(paths: Iterable[str]) -> str:
-    """Returns a digest of which files these are: `datasets` takes files with other content and the same time for them.
-
-    The time of a change, unlike that of the content, cannot be set.
-    """
+    """Returns a digest of which files these are; `datasets` looks at the time of their content alone, which is set."""
     about = [(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path in paths for s in (os.stat(path),)]
     return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 
