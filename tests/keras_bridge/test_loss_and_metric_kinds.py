@@ -250,3 +250,28 @@ def test_a_metric_that_depends_on_what_it_has_counted(make, connect):
     found = trained(lambda m, *a, **k: tfdist.fit(m, *a, distribution=distribution, **k), distribution.scope())
     expected = trained(lambda m, *a, **k: m.fit(*a, **k), contextlib.nullcontext())
     assert {k: pytest.approx(v, rel=1e-4) for k, v in expected.items()} == found
+
+
+@pytest.mark.parametrize("batch", [15, 10])
+def test_weights_of_rows_beside_a_mask_of_steps(batch, connect):
+    """On three replicas, a batch of 15 has as many rows on each as steps; Keras takes weights [n, 1] alone."""
+    x = np.random.default_rng(2).normal(size=(30, 5, 4)).astype("float32")
+    x[::3, 3:] = -9.0
+    weights = np.linspace(0, 9, 30) % 2
+
+    def measured(evaluate, weight, scope):
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Masking(-9.0), keras.layers.GRU(3, return_sequences=True), keras.layers.Dense(1)]
+        with scope:
+            model = keras.Sequential([keras.Input((5, 4)), *layers])
+            model.compile("sgd", "mse", weighted_metrics=[keras.metrics.MeanSquaredError(name="wm")])
+        options = dict(sample_weight=weight, batch_size=batch, verbose=0)
+        return evaluate(model, x, x.sum(-1, keepdims=True), **options)
+
+    distribution = connect(3)
+    here = lambda *args, **options: tfdist.evaluate(*args, distribution=distribution, **options)
+    found = measured(here, weights, distribution.scope())
+    expected = measured(
+        lambda m, *a, **k: m.evaluate(*a, **k, return_dict=True), weights[:, None], contextlib.nullcontext()
+    )
+    assert found == pytest.approx(expected, rel=1e-5)

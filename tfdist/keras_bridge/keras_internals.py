@@ -392,11 +392,11 @@ def metric_arguments(
     if compiled is None:
         return []
     outputs, targets = compiled._flatten_y(y_pred), compiled._flatten_y(y)
-    weights: list[Structure] = [None] * len(targets)
-    if weight is not None:
-        weights = compiled._flatten_y(weight)
-        if len(weights) < len(targets):
-            weights = [weights[0]] * len(targets)
+    weights = [None] if weight is None else compiled._flatten_y(weight)
+    if len(weights) < len(targets):
+        weights = [weights[0]] * len(targets)
+    masks = [getattr(output, MASK, None) for output in outputs]  # along which Keras would lay weights of rows
+    weights = [w if w is None or m is None or len(w.shape) > 1 else w[:, None] for w, m in zip(weights, masks)]
     unweighted, weighted = compiled._flat_metrics, compiled._flat_weighted_metrics
     pairs = [MetricArguments(g.metrics, t, o, None) for g, t, o in zip(unweighted, targets, outputs) if g]
     return pairs + [MetricArguments(g.metrics, *rest) for g, *rest in zip(weighted, targets, outputs, weights) if g]

@@ -26,10 +26,8 @@ RANDOM = re.compile(
 
 REFUSALS = [
     ("leaves nothing to minimise", r"reduction='none'"),
-    (
-        "smaller than",
-        r"batch_size=[12]\b|n, draw = 1,|uneven\(data, (1|4|5)\)|(once|Rows)\(data, 1\)|n, draw = 5,[^$]*uneven",
-    ),
+    ("smaller than", r"batch_size=[12]\b|n, draw = 1,|uneven\(data, (1|4|5)\)|n, draw = 5,[^$]*uneven"),
+    ("smaller than", r"(once|Rows)\(data, 1\b|batch\(1\)"),
     ("add it up over the replicas", r"RunningMaximum|renorm|KeepsMean"),
     ("is not a mean over examples", r"OwnObjective|LogsMore|OwnStep"),
     ("does not add up over parts of a batch", r"OwnObjective|LogsMore|OwnStep"),
