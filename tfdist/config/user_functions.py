@@ -125,18 +125,18 @@ def note_files() -> None:
             writes = set(mode) & set("wax+") if isinstance(mode, str) else opened & (os.O_WRONLY | os.O_RDWR)
             if path.startswith(here) and writes:
                 WRITTEN.add(path.removeprefix(here))
-            elif path.startswith(here) and name.endswith(_SETTINGS) and _for_user(sys._getframe(1)):
+            elif path.startswith(here) and name.endswith(_SETTINGS) and _opens_for_user():
                 _READ[path.removeprefix(here)] = pathlib.Path(path)
 
     sys.addaudithook(note)
 
 
-def _for_user(frame: types.FrameType | None) -> bool:
+def _opens_for_user() -> bool:
     """Returns whether code of the user is what opens a file, by functions of libraries or by itself."""
+    frame = inspect.currentframe()
     while frame and not is_users(frame.f_code.co_filename):
-        if frame.f_globals.get("__name__", "").startswith("tfdist."):
-            return False
-        frame = frame.f_back
+        ours = frame.f_globals.get("__name__", "").startswith("tfdist.") and frame.f_globals is not globals()
+        frame = None if ours else frame.f_back
     return frame is not None
 
 

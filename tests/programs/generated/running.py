@@ -193,7 +193,7 @@ def complaint(program: Program, got: Outcome, expected: Outcome, replicas: int) 
     """Returns what is wrong with what tfdist has come to, or nothing."""
     if isinstance(got.error, tfdist.UserError):
         return "" if expected.error is not None else refusal(program, str(got.error))
-    if isinstance(got.error, tfdist.TrainingError) and "finite" in str(got.error):
+    if isinstance(got.error, tfdist.TrainingError) and re.search("finite|loss is nan", str(got.error)):
         return "" if any(_has_nan(value) for _, value in expected.seen) else f"false: {got.error}"
     if expected.error is not None:
         return ""
