@@ -573,3 +573,30 @@ def test_a_model_that_only_trains_by_its_own_step_is_measured_with_several_losse
 def test_a_worker_among_others_is_not_forked():
     assert "would fork a worker" in sources.as_source(Sequence(workers=2, use_multiprocessing=True)).reader.alone
     assert not sources.as_source(Sequence(workers=2)).reader.alone
+
+
+def test_the_arrays_of_a_sequence_stay_as_they_are(connect):
+    """TensorFlow takes arrays at addresses that suit it without a copy, and computed in place in them."""
+
+    def aligned(columns):
+        memory = np.zeros(24 * columns + 16, "float32")
+        begin = -memory.ctypes.data // 4 % 16
+        array = memory[begin : begin + 24 * columns].reshape(24, columns)
+        array[:] = np.random.default_rng(columns).normal(size=array.shape)
+        return array
+
+    class Rows(keras.utils.PyDataset):
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, i):
+            return x[5 * i : 5 * i + 5], y[5 * i : 5 * i + 5]
+
+    x, y = aligned(16), aligned(16)
+    before = x.copy(), y.copy()
+    with connect(3).scope():
+        model = keras.Sequential([keras.Input((16,)), L.Dense(16)])
+        model.compile("sgd", "log_cosh")
+    tfdist.fit(model, Rows(), epochs=3, distribution=connect(3), verbose=0)
+    np.testing.assert_array_equal(x, before[0])
+    np.testing.assert_array_equal(y, before[1])

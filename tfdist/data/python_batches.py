@@ -218,11 +218,11 @@ def _comes_from(data: object, module: str, *names: str) -> bool:
 
 
 def columns(batch: Structure) -> tuple:
-    """Returns a batch as Python has made it as (x,), (x, y) or (x, y, weight) of NumPy arrays [n, ...]."""
+    """Returns a batch as (x,), (x, y) or (x, y, weight) of NumPy arrays: copies, since TensorFlow computes in place."""
     parts = without_missing(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,))
     if not 1 <= len(parts) <= 3:
         raise UserError(f"a batch is (x,), (x, y) or (x, y, weight), got {len(parts)} entries: nest the inputs in x")
-    return keras.tree.lists_to_tuples(keras.tree.map_structure(array, parts))
+    return keras.tree.lists_to_tuples(keras.tree.map_structure(lambda part: np.array(array(part)), parts))
 
 
 def without_missing(parts: tuple) -> tuple:
