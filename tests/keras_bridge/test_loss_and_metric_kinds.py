@@ -275,3 +275,22 @@ def test_weights_of_rows_beside_a_mask_of_steps(batch, connect):
         lambda m, *a, **k: m.evaluate(*a, **k, return_dict=True), weights[:, None], contextlib.nullcontext()
     )
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_weights_of_rows_beside_a_mask_of_rows(connect):
+    x = np.random.default_rng(2).normal(size=(30, 4)).astype("float32")
+    x[::3] = -9.0
+    weights = np.linspace(0, 9, 30) % 2
+
+    def measured(evaluate, scope):
+        keras.utils.set_random_seed(1)
+        with scope:
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Masking(-9.0), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", weighted_metrics=[keras.metrics.MeanSquaredError(name="wm")])
+        return evaluate(model, x, x.sum(-1, keepdims=True), sample_weight=weights, batch_size=10, verbose=0)
+
+    for distribution in (connect(1), connect(2)):
+        here = lambda *args, d=distribution, **options: tfdist.evaluate(*args, distribution=d, **options)
+        theirs = lambda m, *args, **options: m.evaluate(*args, **options, return_dict=True)
+        expected = measured(theirs, contextlib.nullcontext())
+        assert measured(here, distribution.scope()) == pytest.approx(expected, rel=1e-5)

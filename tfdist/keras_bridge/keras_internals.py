@@ -395,8 +395,8 @@ def metric_arguments(
     weights = [None] if weight is None else compiled._flatten_y(weight)
     if len(weights) < len(targets):
         weights = [weights[0]] * len(targets)
-    masks = [getattr(output, MASK, None) for output in outputs]  # along which Keras would lay weights of rows
-    weights = [w if w is None or m is None or len(w.shape) > 1 else w[:, None] for w, m in zip(weights, masks)]
+    of_rows = lambda w, m: w if m is None or len(w.shape) != 1 else tf.reshape(w, [-1] + [1] * (len(m.shape) - 1))
+    weights = [w if w is None else of_rows(w, getattr(o, MASK, None)) for w, o in zip(weights, outputs)]  # not of steps
     unweighted, weighted = compiled._flat_metrics, compiled._flat_weighted_metrics
     pairs = [MetricArguments(g.metrics, t, o, None) for g, t, o in zip(unweighted, targets, outputs) if g]
     return pairs + [MetricArguments(g.metrics, *rest) for g, *rest in zip(weighted, targets, outputs, weights) if g]
