@@ -1,7 +1,5 @@
 """tfdist trains Keras 3 models on TensorFlow: the strategy changes how fast, and nothing else."""
 
-from __future__ import annotations
-
 import importlib
 import types
 from typing import TYPE_CHECKING, Any
@@ -82,12 +80,12 @@ class CallablePackage(types.ModuleType):
         return self._function(*args, **kwargs)
 
     @property
-    def _function(self) -> Callable[..., Any]:
+    def _function(self) -> "Callable[..., Any]":
         name = self.__name__.rpartition(".")[2]
         return getattr(importlib.import_module(_HOMES[name]), name)
 
     @property
-    def __signature__(self) -> inspect.Signature:
+    def __signature__(self) -> "inspect.Signature":
         """What `inspect.signature` and notebooks show."""
         import inspect
 

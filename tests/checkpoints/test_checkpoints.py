@@ -560,7 +560,7 @@ def test_a_full_disk_is_said_once_in_short_and_then_counted(monkeypatch, tmp_pat
     monkeypatch.setattr(files_lib, "write", write)
     writer = Checkpoints(folder, keep=3)
     for update in range(1, 8):
-        writer.start(update, {}, {}, None)
+        writer.start({"position": {"update": update}, "best": {"update": None}}, {})
         writer.wait()
     after = "training goes on, there is none; free or repair"
     assert said == [
@@ -588,7 +588,7 @@ def test_what_is_held_in_memory_is_written_by_a_thread_that_is_waited_for(tmp_pa
     writer = Checkpoints(tmp_path, keep=3)
     writer.write_held()
     assert not begun.is_set()
-    writer.start(5, state(5), tensors, None)
+    writer.start(state(5), tensors)
     assert begun.wait(60)
     writer.in_memory = resume.LoadedCheckpoint(tmp_path, state(7), tensors)
     watch = threading.Thread(target=writer.write_held, daemon=True)

@@ -58,7 +58,7 @@ class Checkpoints:
         storage: files.Disk | None = None,
     ):
         buckets.check("folder", os.fspath(folder))  # before it is a path, which takes gs:// for gs:/
-        schedule.interval("checkpoint.every", every)
+        schedule.interval(every)
         if keep < 1:
             raise UserError(f"checkpoint.keep must be at least 1, got {keep}")
         self._best_metric = schedule.better(best)
@@ -85,9 +85,7 @@ class Checkpoints:
 
     def begin(self, run: TrainingRun) -> Position | None:
         """Restores the newest valid checkpoint, if any, and returns its position; called on all workers."""
-        self._updates, self._seconds = schedule.interval(
-            "checkpoint.every", self._every, run.updates_per_epoch, run.global_batch
-        )
+        self._updates, self._seconds = schedule.interval(self._every, run.updates_per_epoch, run.global_batch)
         chosen = None
         self.facts |= run.facts
         if run.distribution.is_chief:
@@ -186,7 +184,7 @@ class Checkpoints:
             return
         state = self._state(run, position)
         self.seconds += time.perf_counter() - captured
-        self.start(position.update, state, tensors, self._best["update"])
+        self.start(state, tensors)
         if wait or not self._asynchronous:
             self.wait()
         if not wait:
@@ -225,13 +223,12 @@ class Checkpoints:
     def _state(self, run: TrainingRun, position: Position) -> dict[str, object]:
         return training_run.state_of(run, position, self._experiment, self._data_sha256, self.facts, self._best)
 
-    def start(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> None:
-        """Begins to write a checkpoint in a thread, and deletes all but the newest and that of update `best`.
+    def start(self, state: dict[str, Any], tensors: dict[str, Structure]) -> None:
+        """Begins to write a checkpoint in a thread, and deletes all but the newest and the best one.
 
         Call `wait` for the previous one first.
         """
-        arguments = (update, state, tensors, best)
-        self._thread = threading.Thread(target=self._write, args=arguments, name="tfdist checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(state, tensors), name="tfdist checkpoint")
         self._thread.start()
 
     def write_held(self) -> None:
@@ -242,13 +239,12 @@ class Checkpoints:
         held, before = self.in_memory, self._thread
         if held is None:
             return
-        state, tensors = held.state, held.tensors
 
         def write() -> None:
             if before is not None:
                 before.join()
-            update = state["position"]["update"]
-            if self._write(update, state, tensors, state["best"]["update"]):
+            if self._write(held.state, held.tensors):
+                update = held.state["position"]["update"]
                 logger.info(f"the state after update {update} was in memory and is saved, since a worker is lost")
 
         # Else it would be a daemon, as the thread that calls this may be, and the exit would not wait for it.
@@ -261,8 +257,9 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
-    def _write(self, update: int, state: dict, tensors: dict[str, Structure], best: int | None) -> bool:
+    def _write(self, state: dict[str, Any], tensors: dict[str, Structure]) -> bool:
         """Writes a checkpoint; returns whether it is on the disk."""
+        update, best = state["position"]["update"], state["best"]["update"]
         start, missing = time.perf_counter(), not self.folder.parent.exists()
         try:
             write = lambda prefix: training_state.write(prefix, tensors)

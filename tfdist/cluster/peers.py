@@ -36,7 +36,7 @@ class Peers:
       hosts: host name of each worker, by rank.
       addresses: `host:port` of each worker for TensorFlow, by rank.
       connections: on the chief to every other worker by rank, on the others to rank 0; none for a worker alone.
-      held: sockets that reserve ports until TensorFlow takes them.
+      held: the socket that reserves this worker's port until TensorFlow takes it, if any.
       start_timeout: seconds for what comes before training, compilation apart.
       stall_timeout: seconds without an update before a worker counts as stuck.
     """
@@ -47,7 +47,7 @@ class Peers:
         hosts: tuple[str, ...] = ("",),
         addresses: tuple[str, ...] = (),
         connections: Mapping[int, Connection] | None = None,
-        held: tuple[socket.socket, ...] = (),
+        held: socket.socket | None = None,
         start_timeout: float = 120.0,
         stall_timeout: float = 600.0,
     ):
@@ -83,17 +83,17 @@ class Peers:
         atexit.unregister(self._at_exit)
         self._watch.abandon()
         self._apart = f"a process that worker {self.rank} has forked is not a worker"
-        self.release_ports()
+        self.release_port()
 
     @property
     def failure(self) -> str:
         """Why the run cannot go on, once a worker is lost; else ""."""
         return self._watch.failure
 
-    def release_ports(self) -> None:
-        """Gives up the reserved ports, for TensorFlow to bind them in the next moment."""
-        for sock in self._held:
-            sock.close()
+    def release_port(self) -> None:
+        """Gives up the reserved port, for TensorFlow to bind it in the next moment."""
+        if self._held:
+            self._held.close()
 
     def doing(self, phase: str, update: int | None = None) -> None:
         """Records that a phase (see `heartbeat.State`) begins, after so many updates or as before, to detect stalls.

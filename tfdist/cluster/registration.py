@@ -268,8 +268,8 @@ def meet(
     return Peers(cluster.rank, hosts, addresses, connections, held, start_timeout, stall_timeout)
 
 
-_Places: TypeAlias = tuple[dict[int, wire.Connection], tuple[str, ...], tuple[str, ...], tuple[socket.socket, ...]]
-"""This worker's connections, all workers' hosts and addresses, and sockets that reserve ports for TensorFlow."""
+_Places: TypeAlias = tuple[dict[int, wire.Connection], tuple[str, ...], tuple[str, ...], socket.socket | None]
+"""This worker's connections, all hosts and addresses, and the socket that reserves its port for TensorFlow."""
 
 
 class _Registration:
@@ -335,15 +335,14 @@ class _Chief(_Registration):
                     who = f"worker {rank} ({arrival.member.process})"
                     aside.info(f"{who} disconnected before all workers had joined: look at its output")
         present = {rank: self._present[rank] for rank in sorted(self._present)}
-        held: tuple[socket.socket, ...] = ()
-        if cluster.addresses:
-            addresses = cluster.addresses
+        held, addresses = None, cluster.addresses
+        if addresses:
             self._call_back()
             # TensorFlow needs this very port. Connections that are open do not stand in its way, a listener would.
             registrar.close()
         else:
-            reserved, address = _reserve(host)
-            held, addresses = (reserved,), (address, *(arrival.member.address for arrival in present.values()))
+            held, address = _reserve(host)
+            addresses = (address, *(arrival.member.address for arrival in present.values()))
             # Whoever comes later is told so, instead of being taken for a worker of TensorFlow.
             threading.Thread(target=refuse_latecomers, daemon=True).start()
         hosts = (self._own.host, *(arrival.member.host for arrival in present.values()))
@@ -414,11 +413,10 @@ class _JoiningWorker(_Registration):
             listener = self._listen(cluster.addresses[cluster.rank])
             acceptor = wire.Acceptor(listener, cluster.secret, answer_call_back)
         connection = self._reach_chief()
-        held: tuple[socket.socket, ...] = ()
-        address = cluster.addresses[cluster.rank] if cluster.addresses else ""
-        if not address:
-            reserved, address = _reserve(connection.local_host)
-            held = (reserved,)
+        if cluster.addresses:
+            held, address = None, cluster.addresses[cluster.rank]
+        else:
+            held, address = _reserve(connection.local_host)
         chief = self._name(0)
         try:
             connection.send(self._own._replace(address=address)._asdict())

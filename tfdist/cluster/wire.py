@@ -107,12 +107,11 @@ class Connection:
         except OSError:
             return False
 
-    def receive(self, timeout: float | None = None) -> Message:
-        """Waits for the next message, at most so many seconds, or for ever; raises WireError if none comes."""
-        end = None if timeout is None else time.monotonic() + timeout
+    def receive(self, timeout: float) -> Message:
+        """Waits for the next message, at most so many seconds; raises WireError if none comes."""
+        end = time.monotonic() + timeout
         while b"\n" not in self._buffer:
-            left = None if end is None else max(0.0, end - time.monotonic())
-            if not _readable(self._socket, left):
+            if not _readable(self._socket, max(0.0, end - time.monotonic())):
                 raise SilenceError(f"no answer within {timeout:.0f} s")
             self.fill()
         return self.take()
@@ -165,13 +164,13 @@ class Connection:
             self._socket.close()
 
 
-def _readable(sock: socket.socket, timeout: float | None) -> bool:
+def _readable(sock: socket.socket, timeout: float) -> bool:
     """Waits until there is something to read, or the end of the connection; `select` knows no descriptor above 1023."""
     if sock.fileno() < 0:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     poll = select.poll()
     poll.register(sock, select.POLLIN)
-    return bool(poll.poll(None if timeout is None else timeout * 1000))
+    return bool(poll.poll(timeout * 1000))
 
 
 def listen(host: str, port: int) -> socket.socket:

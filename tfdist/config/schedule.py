@@ -16,13 +16,6 @@ _SHIPPED_WARMUP = "2 epochs"  # of the experiments that come with tfdist
 _DURATIONS = re.compile(r"\d+(?:\.\d+)?\s*(?:%|[a-z]+)?")
 
 
-class Interval(NamedTuple):
-    """Interval in updates or seconds; at least one of the two is infinite."""
-
-    updates: float
-    seconds: float
-
-
 class Aim(NamedTuple):
     """A metric, and which way it is better."""
 
@@ -161,14 +154,18 @@ def _check_largest(field: str, text: str, number: float) -> None:
         raise UserError(f"{field}={text[:40]!r} is more than {LARGEST:,}", "write less")
 
 
-def interval(field: str, text: str, per_epoch: int | None = 1, batch: int = 1) -> Interval:
-    """Returns how often `text` asks for: `off`, a time (`60 seconds`) or a duration; `per_epoch` is None if unknown."""
+def interval(text: str, per_epoch: int | None = 1, batch: int = 1) -> tuple[float, float]:
+    """Parses `checkpoint.every`: `off`, a time (`60 seconds`) or a duration; `per_epoch` is None if unknown.
+
+    Returns it in updates and in seconds, at least one of which is infinite.
+    """
     if text == "off":
-        return Interval(math.inf, math.inf)
+        return math.inf, math.inf
+    field = "checkpoint.every"
     time = _TIME.match(text)
     if time:
         _check_largest(field, text, float(time[1]))
-        return Interval(math.inf, float(time[1]) * {"s": 1, "m": 60, "h": 3600}[time[2][0]])
+        return math.inf, float(time[1]) * {"s": 1, "m": 60, "h": 3600}[time[2][0]]
     known = _DURATION.match(text)
     unit = (known[2] or "steps").rstrip("s") if known else ""
     if not known or unit == "%":
@@ -178,7 +175,7 @@ def interval(field: str, text: str, per_epoch: int | None = 1, batch: int = 1) -
     every = duration(field, text, per_epoch or 1, batch, 0)
     if every < 1 and float(known[1]) == 0:
         raise UserError(f"{field}={text!r} is not an interval", "write off for none")
-    return Interval(max(1, every), math.inf)
+    return max(1, every), math.inf
 
 
 def profiled(text: str, plan: Plan) -> tuple[int, int]:

@@ -60,9 +60,8 @@ class Coordinator:
         """Listens for the other nodes, if there are any; raises UserError if that is not possible."""
         self._plan, self._nodes, self._events, self._screen = plan, plan.nodes, events, screen
         self._agent = node_agent.NodeAgent(plan, events, screen)
-        self._folder = bucket_folder.opened(plan.workdir, writes=True) if plan.workdir else None
-        """locked also between attempts"""
-        self._agent.folder = self._folder
+        if plan.workdir:
+            self._agent.folder = bucket_folder.opened(plan.workdir, writes=True)  # locked also between attempts
         self._own = node_agent.member(plan)
         self._links: dict[int, node_agent.NodeLink] = {}
         self._dismissed: list[node_agent.NodeLink] = []  # links to nodes that have left, until they have read so
@@ -87,8 +86,8 @@ class Coordinator:
         try:
             while True:
                 self._gather(first=attempt == 0)
-                if self._folder:
-                    self._folder.reserve()
+                if self._agent.folder:
+                    self._agent.folder.reserve()
                 outcome = self._attempt(attempt)
                 code = outcome.code
                 attempt += 1
@@ -110,8 +109,8 @@ class Coordinator:
             wrong, line = error, f"error: {error}"
         except _Stopped as stopped:
             code, line = node_agent.code_of(str(stopped)), f"{stopped}: no worker was running"
-        if self._folder:
-            self._folder.release()
+        if self._agent.folder:
+            self._agent.folder.release()
         self._finish(code, line)
         if wrong and attempt == 0:  # later it is not wrong input that has ended the run
             raise wrong

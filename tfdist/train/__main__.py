@@ -66,7 +66,7 @@ def _check(experiment: config.Experiment, environment: runtime_options.Environme
     if environment.topology and experiment.train.zero_stage:
         raise UserError("--topology compiles the step with whole optimizer state", "set train.zero_stage=0")
     ahead_of_time.check(environment)
-    schedule.interval("checkpoint.every", experiment.checkpoint.every)
+    schedule.interval(experiment.checkpoint.every)
     schedule.better(experiment.checkpoint.best)
     schedule.better(experiment.train.monitor, "train.monitor")
     if experiment.checkpoint.every == "off" and (environment.resume == "require" or environment.resume_changed):

@@ -274,7 +274,7 @@ def _start(
             "CPU",
         )
     try:
-        peers.release_ports()
+        peers.release_port()
         _wait_for_the_chief(peers)
         strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
         handler = signal.getsignal(signal.SIGTERM)
