@@ -81,7 +81,7 @@ def test_optimizers_reduce_through_the_method_that_is_replaced(connect):
         @tf.function
         def step():
             if owned:
-                with optimizer_update.owned(optimizer):
+                with optimizer_update.OwnedOptimizer(optimizer).tracing():
                     distribution.run(lambda: optimizer.apply([tf.constant(0.001)], [variable]), ())
             else:
                 distribution.run(lambda: optimizer.apply([tf.constant(0.001)], [variable]), ())
@@ -117,7 +117,7 @@ def test_optimizers_that_another_one_holds_do_not_reduce_either(connect):
 
     @tf.function
     def step():
-        with optimizer_update.owned(optimizer):
+        with optimizer_update.OwnedOptimizer(optimizer).tracing():
             distribution.run(lambda: optimizer.apply([tf.constant(1.0)], [variable]), ())
 
     step()
@@ -127,7 +127,7 @@ def test_optimizers_that_another_one_holds_do_not_reduce_either(connect):
 def test_owned_leaves_the_optimizer_as_it_was():
     optimizer = keras.optimizers.Adam(use_ema=True)
     before = dict(vars(optimizer))
-    with optimizer_update.owned(optimizer):
+    with optimizer_update.OwnedOptimizer(optimizer).tracing():
         assert not optimizer.use_ema
     assert vars(optimizer) == before
 

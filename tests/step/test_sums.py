@@ -138,9 +138,10 @@ def update(optimizer, grads, penalties=(None,)):
     """The weight after updates with these gradients, and the optimizer."""
     variable = keras.Variable(np.float32([1, -2]))
     optimizer.build([variable])
-    with optimizer_update.owned(optimizer, [variable]) as owned:
+    owned = optimizer_update.OwnedOptimizer(optimizer, [variable])
+    with owned.tracing():
         for grad in grads:
-            owned.apply([tf.constant(grad)], [variable], list(penalties), [])
+            owned.apply([tf.constant(grad)], list(penalties), [])
     return variable.numpy(), optimizer
 
 

@@ -295,8 +295,7 @@ def own_rows(batch: tuple, layout: Layout) -> tuple:
 
 def unpack(data: tuple) -> tuple:
     """Returns (x, y, weight) of a tuple of one to three entries; missing ones are None."""
-    padded = (*data, None, None)
-    return padded[0], padded[1], padded[2]
+    return (*data, None, None)[:3]
 
 
 def with_shape(tensor: tf.Tensor, shape: list) -> tf.Tensor:

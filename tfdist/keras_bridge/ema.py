@@ -16,7 +16,7 @@ Constraints: TypeAlias = "dict[int, Callable[[keras.Variable], tf.Tensor]]"
 def add(
     optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable], before: tf.Tensor, updated: tf.Tensor | None
 ) -> None:
-    """Adds an update's weights to their average, as Keras' `use_ema`; in a replica, within `optimizer_update.owned`.
+    """Adds an update's weights to their average, as Keras' `use_ema`; in a replica, while an update is traced.
 
     Args:
       before: batches before this one, an integer scalar. As in Keras, each counts, also those that are accumulated.

@@ -7,6 +7,7 @@ that the Keras optimizer owns; every other optimizer is called as it is, with it
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -57,106 +58,98 @@ def check(optimizer: keras.optimizers.Optimizer) -> None:
             raise UserError(f"optimizer {updating.name!r} within a {optimizer.name!r} has use_ema=True", "leave it out")
 
 
-@contextlib.contextmanager
-def owned(
-    optimizer: keras.optimizers.Optimizer,
-    variables: Sequence[keras.Variable] = (),
-    factors: Sequence[float] = (),
-    in_float16: Collection[int] = (),
-    sliced: zero.SlicedState | None = None,
-) -> "Iterator[OwnedOptimizer]":
-    """While an update is traced, keeps a Keras optimizer from reducing again and from averaging weights.
-
-    Writing averages over the weights fails in a graph (keras issue 20582), so tfdist keeps them up itself. Replicas
-    are traced in threads: this surrounds them all.
+class OwnedOptimizer:
+    """A built Keras optimizer, maybe a `LossScaleOptimizer`, whose updates tfdist makes.
 
     Args:
+      variables: what it updates.
       factors: on the learning rate of each of `variables`; none for 1.
       in_float16: ids of variables whose gradient one device computes in float16, see `keras_internals.in_float16`.
       sliced: the optimizer's state, where replicas have slices of it.
     """
-    mine = OwnedOptimizer(optimizer, variables, factors, in_float16, sliced)
-    base, fused, averages = mine.base, mine.is_fused, mine.averages
-    for dtype in {str(v.dtype) for v in variables} & {"bfloat16", "float16"}:
-        _warn_of_low_precision(dtype, "" if fused else type(base).__name__)
-    with contextlib.ExitStack() as changes:
-        base.use_ema = False
-        changes.callback(setattr, base, "use_ema", averages)
-        if sliced:
-            changes.enter_context(keras_internals.known_slices(base, sliced.slices))
-            changes.enter_context(keras_internals.update_steps(mine.update_slices))
-        if (averages or sliced) and not fused:
-            mine.constraints = changes.enter_context(ema.unconstrained(variables))
-        changes.enter_context(keras_internals.without_reduction())
-        if factors and not fused:
-            for updating in keras_internals.updating(optimizer):
-                changes.enter_context(keras_internals.scaled_rates(updating, mine.factor))
-        yield mine
-
-
-class OwnedOptimizer:
-    """A built Keras optimizer, maybe a `LossScaleOptimizer`, whose updates tfdist makes; for arguments see `owned`."""
 
     def __init__(
         self,
         optimizer: keras.optimizers.Optimizer,
-        variables: Sequence[keras.Variable],
-        factors: Sequence[float],
-        in_float16: Collection[int],
-        sliced: zero.SlicedState | None,
+        variables: Sequence[keras.Variable] = (),
+        factors: Sequence[float] = (),
+        in_float16: Collection[int] = (),
+        sliced: zero.SlicedState | None = None,
     ):
-        self._optimizer, self._in_float16, self._sliced = optimizer, in_float16, sliced
+        self._optimizer, self._variables = optimizer, list(variables)
+        self._in_float16, self._sliced = in_float16, sliced
         self.base = base = inner_optimizer(optimizer)
         self._factors = {keras_internals.variable_key(base, v): f for v, f in zip(variables, factors)}
-        self.is_fused = is_fused(optimizer)
-        self._places = keras_internals.places(base, variables) if self.is_fused or sliced else []
+        self._is_fused = is_fused(optimizer)
+        self._places = keras_internals.places(base, variables) if self._is_fused or sliced else []
         if sliced and factors:
             own = [(sliced.slices[place], f) for place, f in zip(self._places, factors) if place in sliced.slices]
             self._factors |= {keras_internals.variable_key(base, part): f for part, f in own}
-        self.averages = base.use_ema  # whether it keeps moving averages of the weights
-        self.constraints: ema.Constraints = {}  # those that Keras is kept from
+        self._averages = base.use_ema  # whether it keeps moving averages of the weights
+        self._constraints: ema.Constraints = {}  # those that Keras is kept from
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """While an update is traced, keeps Keras' optimizer from reducing again and from averaging weights.
+
+        Writing averages over the weights fails in a graph (keras issue 20582), so tfdist keeps them up itself. Replicas
+        are traced in threads: this surrounds them all.
+        """
+        for dtype in {str(v.dtype) for v in self._variables} & {"bfloat16", "float16"}:
+            _warn_of_low_precision(dtype, "" if self._is_fused else type(self.base).__name__)
+        with contextlib.ExitStack() as changes:
+            changes.enter_context(keras_internals.replaced("use_ema", [(self.base, False)]))
+            if self._sliced:
+                changes.enter_context(keras_internals.known_slices(self.base, self._sliced.slices))
+                changes.enter_context(keras_internals.update_steps(self._update_slices))
+            if (self._averages or self._sliced) and not self._is_fused:
+                self._constraints = changes.enter_context(ema.unconstrained(self._variables))
+            changes.enter_context(keras_internals.without_reduction())
+            if self._factors and not self._is_fused:
+                for updating in keras_internals.updating(self._optimizer):
+                    changes.enter_context(keras_internals.scaled_rates(updating, self._factor))
+            yield
 
     def loss_scale(self) -> tf.Tensor | None:
         """Returns the factor that a `LossScaleOptimizer` wants on the loss, a scalar; None for other optimizers."""
         return None if self._optimizer is self.base else tf.convert_to_tensor(self._optimizer.dynamic_scale)
 
-    def factor(self, variable: keras.Variable | tf.Variable) -> float:
+    def _factor(self, variable: keras.Variable | tf.Variable) -> float:
         """Returns the factor on the learning rate of a variable."""
         return self._factors.get(keras_internals.variable_key(self.base, variable), 1.0) if self._factors else 1.0
 
-    def apply(
-        self, grads: Gradients, variables: list[keras.Variable], penalty_grads: Gradients, after: list[tf.Tensor]
-    ) -> None:
-        """Updates `variables` and the optimizer's state; called in replica context, within `owned`.
+    def apply(self, grads: Gradients, penalty_grads: Gradients, after: list[tf.Tensor]) -> None:
+        """Updates the variables and the optimizer's state; called in replica context, within `tracing`.
 
         Args:
           grads: the same on every replica; the scale of a `LossScaleOptimizer` is still in them.
           penalty_grads: of the regularizers, without that scale.
           after: tensors of the backward pass: once they exist, nothing reads a weight anymore.
         """
-        if not variables:
+        if not self._variables:
             return  # as in Keras, which says that there is nothing to train
-        if not any(g is not None for g in (*grads, *penalty_grads)):
+        present = [own is not None or penalty is not None for own, penalty in zip(grads, penalty_grads)]
+        if not any(present):
             raise UserError("no trainable variable has a gradient: the loss does not depend on the model's weights")
         if self._optimizer is not self.base and self._in_float16:
-            grads = [_overflowed(g) if id(v) in self._in_float16 else g for g, v in zip(grads, variables)]
+            grads = [_overflowed(g) if id(v) in self._in_float16 else g for g, v in zip(grads, self._variables)]
         before = tf.identity(keras_internals.counter(self.base).value)
         if self._sliced and (self._optimizer is not self.base or self.base.gradient_accumulation_steps):
-            for place, variable in zip(self._places, variables):
+            for place, variable in zip(self._places, self._variables):
                 self._sliced.load(place, variable)  # as the weight is, if this turns out to be no update
-        if not self.is_fused:
-            self._apply_keras(grads, variables, penalty_grads)
+        if not self._is_fused:
+            self._apply_keras(grads, penalty_grads)
         elif self._optimizer is self.base:
-            self._apply_fused(_added(grads, penalty_grads), variables, after)
+            self._apply_fused(_added(grads, penalty_grads), after)
         else:
-            self._apply_scaled(grads, variables, penalty_grads)
+            self._apply_scaled(grads, penalty_grads)
         if self._sliced:
-            pairs = zip(self._places, variables, grads, penalty_grads)
-            updated = {place: v for place, v, *own in pairs if not own[0] is own[1] is None}
-            self._sliced.spread(updated, tf.minimum(before, 0))
-            self._after_slices(updated, variables, before)
+            updated = itertools.compress(zip(self._places, self._variables), present)
+            self._sliced.spread(dict(updated), tf.minimum(before, 0))
+        if self._sliced or (self._averages and not self._is_fused):
+            self._average_and_constrain(list(itertools.compress(self._variables, present)), before)
 
-    def update_slices(
+    def _update_slices(
         self, optimizer: keras.optimizers.Optimizer, grads: list[tf.Tensor], variables: list[keras.Variable], rate: Any
     ) -> None:
         """Makes an optimizer of Keras update this replica's slices; replicas cannot meet within its branches."""
@@ -165,17 +158,15 @@ class OwnedOptimizer:
             grad, part = self._sliced.taken(place, grad, variable)
             optimizer.update_step(grad, part.value, rate)
 
-    def _after_slices(
-        self, updated: dict[int, keras.Variable], variables: list[keras.Variable], before: tf.Tensor
-    ) -> None:
-        """Averages and constrains weights, which needs whole ones."""
+    def _average_and_constrain(self, updated: list[keras.Variable], before: tf.Tensor) -> None:
+        """Averages all weights and constrains those updated, after Keras or where both need whole ones of slices."""
         counted = tf.not_equal(before, tf.identity(keras_internals.counter(self.base).value))
-        if self.averages:
-            ema.add(self.base, variables, before, counted)
-        constraints = self.constraints or {id(v): v.constraint for v in variables if v.constraint is not None}
-        ema.constrain(constraints, list(updated.values()), counted)
+        if self._averages:
+            ema.add(self.base, self._variables, before, counted)
+        constraints = self._constraints or {id(v): v.constraint for v in updated if v.constraint is not None}
+        ema.constrain(constraints, updated, counted)
 
-    def _apply_keras(self, grads: Gradients, variables: list[keras.Variable], penalty_grads: Gradients) -> None:
+    def _apply_keras(self, grads: Gradients, penalty_grads: Gradients) -> None:
         # The optimizer divides by its loss scale; nobody has multiplied the loss by a `loss_scale_factor`.
         scale, factor = self.loss_scale(), self.base.loss_scale_factor
         if scale is not None:
@@ -184,18 +175,11 @@ class OwnedOptimizer:
             grads = _added(grads, penalty_grads)
             if factor is not None:
                 grads = [None if g is None else g * tf.constant(factor, g.dtype) for g in grads]
-        counter = keras_internals.counter(self.base).value
-        before = tf.identity(counter)
         # And not apply(), as Keras: a subclass may have changed it. Those without a gradient go along: MultiOptimizer
         # needs as many gradients as it has variables.
-        self._optimizer.apply_gradients(list(zip(grads, variables)))
-        updated = tf.not_equal(before, tf.identity(counter))
-        if self.averages and not self._sliced:
-            ema.add(self.base, variables, before, updated)
-            present = [v for g, v in zip(grads, variables) if g is not None]
-            ema.constrain(self.constraints, present, updated)
+        self._optimizer.apply_gradients(list(zip(grads, self._variables)))
 
-    def _apply_scaled(self, grads: Gradients, variables: list[keras.Variable], penalty_grads: Gradients) -> None:
+    def _apply_scaled(self, grads: Gradients, penalty_grads: Gradients) -> None:
         """Does what keras.optimizers.LossScaleOptimizer does, deciding on the sum over all replicas."""
         present = [g for g in grads if g is not None]
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in present])
@@ -204,7 +188,7 @@ class OwnedOptimizer:
         def good() -> tf.Tensor:
             factor = 1.0 / tf.convert_to_tensor(scale)
             unscaled = [None if g is None else g * tf.cast(factor, g.dtype) for g in grads]
-            self._apply_fused(_added(unscaled, penalty_grads), variables, [])  # all sums exist: they were looked at
+            self._apply_fused(_added(unscaled, penalty_grads), [])  # all sums exist: they were looked at
             grow = tf.equal(tf.convert_to_tensor(steps), self._optimizer.dynamic_growth_steps - 1)
             scale.assign(tf.where(grow, scale * 2.0, scale))
             steps.assign(tf.where(grow, tf.zeros_like(steps), steps + 1))
@@ -217,7 +201,7 @@ class OwnedOptimizer:
 
         tf.cond(finite, good, bad)
 
-    def _apply_fused(self, grads: Gradients, variables: list[keras.Variable], after: list[tf.Tensor]) -> None:
+    def _apply_fused(self, grads: Gradients, after: list[tf.Tensor]) -> None:
         """Updates by TensorFlow's fused ops; with `gradient_accumulation_steps` at the last of so many batches."""
         optimizer, counter = self.base, keras_internals.counter(self.base).value
         before = tf.identity(counter)
@@ -233,28 +217,28 @@ class OwnedOptimizer:
                 return tf.constant(0)
 
             def update() -> tf.Tensor:
-                self._update([None if t is None else t / steps for t in totals], variables, after)
+                self._update([None if t is None else t / steps for t in totals], after)
                 for accumulator in accumulators:
                     _write(accumulator, tf.zeros(accumulator.shape, accumulator.dtype))
                 return tf.constant(0)
 
             tf.cond(tf.equal((before + 1) % steps, 0), update, add)
         else:
-            self._update(grads, variables, after)
-        if self.averages and not self._sliced:
-            ema.add(optimizer, variables, before, None)
-        for grad, variable in zip(grads, variables) if not self._sliced else ():
+            self._update(grads, after)
+        if self._averages and not self._sliced:
+            ema.add(optimizer, self._variables, before, None)
+        for grad, variable in zip(grads, self._variables) if not self._sliced else ():
             if grad is not None and variable.constraint is not None:
                 variable.assign(variable.constraint(variable))
         # The variable's own assign_add would gather all replicas; each adds to its copy instead.
         tf.raw_ops.AssignAddVariableOp(resource=counter.handle, value=tf.ones_like(before))
 
-    def _update(self, grads: Gradients, variables: list[keras.Variable], after: list[tf.Tensor]) -> None:
+    def _update(self, grads: Gradients, after: list[tf.Tensor]) -> None:
         """Clips, decays weights, and updates them."""
         optimizer = self.base
         grads = clip(optimizer, grads)
         rate = tf.convert_to_tensor(optimizer.learning_rate)
-        triples = [(i, g, v) for i, g, v in zip(self._places, grads, variables) if g is not None]
+        triples = [(i, g, v) for i, g, v in zip(self._places, grads, self._variables) if g is not None]
         for _, _, variable in triples:
             if optimizer.weight_decay is not None and keras_internals.decays(optimizer, variable):
                 exact = _exact(variable.value.dtype)
@@ -350,7 +334,7 @@ class OwnedOptimizer:
 
     def _times(self, rate: tf.Tensor, variable: keras.Variable) -> tf.Tensor:
         """The learning rate of a variable."""
-        factor = self.factor(variable)
+        factor = self._factor(variable)
         return rate if factor == 1 else rate * factor
 
 

@@ -57,11 +57,11 @@ def train_step(
     It takes a replica's batch, and whether this is the last update of a call, a bool scalar.
     """
     model = replica.model
-    variables = model.trainable_variables
+    optimizer = optimizer_update.OwnedOptimizer(
+        model.optimizer, model.trainable_variables, options.factors, keras_internals.in_float16(model), options.sliced
+    )
     with (
-        optimizer_update.owned(
-            model.optimizer, variables, options.factors, keras_internals.in_float16(model), options.sliced
-        ) as optimizer,
+        optimizer.tracing(),
         replica.tracing(),
         keras_internals.sums_in_order() if layout.virtual else contextlib.nullcontext(),
         batch_norm.fused(None if replica.jit else model),  # XLA fuses by itself
@@ -76,7 +76,7 @@ def train_step(
             norm = _gradient_norm(gradients, scale, is_last, replica.totals) if options.norm else None
             # Once these exist, no backward pass reads a weight; sums that travel together come all at once.
             after = sums.grads if collectives.together(own) else own
-            optimizer.apply(gradients, variables, penalty_grads, after)
+            optimizer.apply(gradients, penalty_grads, after)
             return StepOutput(sums.losses(penalties), seconds, norm)
 
         yield step

@@ -267,8 +267,7 @@ class Replica:
         return preconditions.synchronizes(self.model) or self.objective.gathers(parts)
 
     def _passes(self, rows: MicroBatch, count: tf.Tensor | int, training: bool, scale: tf.Tensor | None) -> PassResult:
-        x, y, weight = (*rows.data, None, None)[:3]
-        model = self.model
+        model, (x, y, weight) = self.model, unpack(rows.data)
         targets = [v.value for v in model.trainable_variables]
         with tf.GradientTape(persistent=True) as tape:
             undone: contextlib.AbstractContextManager = contextlib.nullcontext()

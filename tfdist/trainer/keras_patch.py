@@ -69,9 +69,7 @@ class KerasPatch:
         self.distribution = distribution
         self.calls = 0  # how often a model was trained, evaluated or asked for predictions
         self.options = sync_batch_norm, virtual_replicas, call_fit
-        self._sync_batch_norm, self._virtual_replicas = sync_batch_norm, virtual_replicas
-        self._call_fit = call_fit or (lambda fit, model, arguments: fit(model, **arguments))
-        self._keeps_fits = call_fit is not None
+        self._sync_batch_norm, self._virtual_replicas, self._call_fit = self.options
         self._fits = 0
         self._lock = threading.RLock()
         self._warned: set[str] = set()
@@ -231,7 +229,7 @@ class KerasPatch:
                 self._normalize(model, arguments)
             arguments.setdefault("virtual_replicas", self._virtual_replicas)
             self.calls += 1
-            if name == "train_on_batch" and self._keeps_fits:
+            if name == "train_on_batch" and self._call_fit:
                 self._log_once("WARNING: --workdir keeps calls of fit: loops of train_on_batch start anew after a kill")
             if name != "fit":
                 result = ours(model, **arguments)
@@ -244,7 +242,7 @@ class KerasPatch:
             # Else each of several calls would see the examples in the same order.
             arguments.setdefault("seed", (keras_internals.global_seed() + 7919 * self._fits) % 2**31)
             self._fits += 1
-            return self._call_fit(ours, model, arguments)
+            return self._call_fit(ours, model, arguments) if self._call_fit else ours(model, **arguments)
 
         return method
 

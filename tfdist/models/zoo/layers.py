@@ -74,6 +74,11 @@ def full_precision() -> str | None:
     return None if keras.config.floatx() == "float64" else "float32"
 
 
+def dropped(x: keras.KerasTensor, rate: float, name: str) -> keras.KerasTensor:
+    """Drops numbers of `x` with probability `rate` while training; without a layer where that is 0."""
+    return keras.layers.Dropout(rate, name=name)(x) if rate else x
+
+
 def stochastic_depth(x: keras.KerasTensor, rate: float, name: str) -> keras.KerasTensor:
     """Leaves out `x` [n, ...], a branch beside a shortcut, for each example with probability `rate` while training.
 

@@ -88,7 +88,7 @@ def table_mlp(
     x = keras.layers.Concatenate(name="row")(pieces) if len(pieces) > 1 else pieces[0]
     for number in range(1, depth + 1):
         x = keras.layers.Dense(units, "gelu", kernel_initializer="he_normal", name=f"dense{number}")(x)
-        x = keras.layers.Dropout(dropout, name=f"dropout{number}")(x) if dropout else x
+        x = layers.dropped(x, dropout, f"dropout{number}")
     head = layers.output(outputs) if spec.classes is None else layers.logits(spec)
     return keras.Model(inputs, head(x))
 
@@ -136,25 +136,21 @@ def gpt(
     places = keras.ops.cumsum(keras.ops.ones_like(tokens), axis=1) - 1
     positions = keras.layers.Embedding(length, width, embeddings_initializer=normal(), name="positions")
     x = keras.layers.Add(name="embedded")([embedding(tokens), positions(places)])
-    x = _dropped(x, dropout, "embedded_dropout")
+    x = layers.dropped(x, dropout, "embedded_dropout")
     for block in range(1, depth + 1):
         name = f"block{block}"
         y = _normalized(x, f"{name}_norm1")
         y = layers.attention(heads, width, dropout, normal(), f"{name}_attention")(y, y, use_causal_mask=True)
-        x = keras.layers.Add(name=f"{name}_add1")([x, _dropped(y, dropout, f"{name}_dropout1")])
+        x = keras.layers.Add(name=f"{name}_add1")([x, layers.dropped(y, dropout, f"{name}_dropout1")])
         y = _normalized(x, f"{name}_norm2")
         y = keras.layers.Dense(4 * width, "gelu", kernel_initializer=normal(), name=f"{name}_dense1")(y)
         # What is added to x 2 * depth times starts smaller by the root of that (GPT-2).
         small = normal((2 * depth) ** -0.5)
         y = keras.layers.Dense(width, kernel_initializer=small, name=f"{name}_dense2")(y)
-        x = keras.layers.Add(name=f"{name}_add2")([x, _dropped(y, dropout, f"{name}_dropout2")])
+        x = keras.layers.Add(name=f"{name}_add2")([x, layers.dropped(y, dropout, f"{name}_dropout2")])
     x = _normalized(x, "norm")
     return keras.Model(tokens, embedding(x, reverse=True) if tied else layers.output(vocabulary)(x))
 
 
 def _normalized(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
     return keras.layers.LayerNormalization(epsilon=1e-5, name=name)(x)
-
-
-def _dropped(x: keras.KerasTensor, rate: float, name: str) -> keras.KerasTensor:
-    return keras.layers.Dropout(rate, name=name)(x) if rate else x

@@ -47,8 +47,7 @@ def alexnet(spec: Spec, width: int = 64, units: int = 4096, dropout: float = 0.5
     x = pool("conv5_pool")(convolution(4 * width, 3, "conv5")(x))
     x = keras.layers.Flatten(name="flatten")(x)
     for number in (6, 7):
-        if dropout:
-            x = keras.layers.Dropout(dropout, name=f"dense{number}_dropout")(x)
+        x = layers.dropped(x, dropout, f"dense{number}_dropout")
         x = keras.layers.Dense(units, "relu", kernel_initializer="he_normal", name=f"dense{number}")(x)
     return keras.Model(image, layers.logits(spec)(x))
 
@@ -113,7 +112,7 @@ def vit(
     x = keras.layers.Reshape((rows * columns, patch * patch * channels), name="stem_patches")(x)
     # A bias per patch: the learned positions, without a layer of our own in the saved model.
     x = keras.layers.EinsumDense("npi,iw->npw", (rows * columns, width), bias_axes="pw", name="stem")(x)
-    x = keras.layers.Dropout(dropout, name="stem_dropout")(x) if dropout else x
+    x = layers.dropped(x, dropout, "stem_dropout")
     for block, rate in enumerate(layers.depth_rates(stochastic_depth, depth), 1):
         name = f"block{block}"
         y = keras.layers.LayerNormalization(epsilon=1e-6, name=f"{name}_norm1")(x)
@@ -151,7 +150,7 @@ def _residual(x: keras.KerasTensor, channels: int, stride: int, rate: float, nam
 def _added(
     x: keras.KerasTensor, y: keras.KerasTensor, dropout: float, rate: float, name: str, number: int
 ) -> keras.KerasTensor:
-    y = keras.layers.Dropout(dropout, name=f"{name}_dropout{number}")(y) if dropout else y
+    y = layers.dropped(y, dropout, f"{name}_dropout{number}")
     y = layers.stochastic_depth(y, rate, f"{name}_drop{number}")
     return keras.layers.Add(name=f"{name}_add{number}")([x, y])
 
