@@ -30,11 +30,13 @@ _FROM_ZERO = (
     "optimizer.base_batch",
 )  # fmt: skip
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("optimizer.layer_decay", lambda value: 0 < value <= 1, "in (0, 1]"),
-    ("optimizer.ema_momentum", lambda value: 0 <= value < 1, "in [0, 1)"),
-    ("train.zero_stage", lambda value: value in (0, 1), "0 or 1"),
-    ("train.label_smoothing", lambda value: 0 <= value < 1, "in [0, 1)"),
-    ("seed", lambda value: 0 <= value < 2**31, f"between 0 and {2**31 - 1}"),
+    *((field, lambda value: value >= 1, "be at least 1") for field in _FROM_ONE),
+    *((field, lambda value: value >= 0, "not be negative") for field in _FROM_ZERO),
+    ("optimizer.layer_decay", lambda value: 0 < value <= 1, "be in (0, 1]"),
+    ("optimizer.ema_momentum", lambda value: 0 <= value < 1, "be in [0, 1)"),
+    ("train.zero_stage", lambda value: value in (0, 1), "be 0 or 1"),
+    ("train.label_smoothing", lambda value: 0 <= value < 1, "be in [0, 1)"),
+    ("seed", lambda value: 0 <= value < 2**31, f"be between 0 and {2**31 - 1}"),
 )
 
 
@@ -56,15 +58,10 @@ def validate(experiment: object) -> Experiment:
     if len(experiment.name.encode()) > LONGEST_NAME:
         length = f"has {len(experiment.name)} characters"
         raise UserError(f"name={experiment.name[:20]!r}... becomes a folder and {length}", "use fewer")
-    for field in (*_FROM_ONE, *_FROM_ZERO):
-        number = operator.attrgetter(field)(experiment)
-        if number < (field in _FROM_ONE):
-            words = "be at least 1" if field in _FROM_ONE else "not be negative"
-            raise UserError(f"{field} must {words}, got {number}")
     for field, within, words in _RANGES:
         number = operator.attrgetter(field)(experiment)
         if not within(number):
-            raise UserError(f"{field} must be {words}, got {number}")
+            raise UserError(f"{field} must {words}, got {number}")
     _combinations(experiment)
     return experiment
 

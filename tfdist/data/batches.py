@@ -148,12 +148,11 @@ class Batches(Source):
         return all(np.array_equal(a, b) for a, b in zip(one, two))
 
     def class_counts(self, classes: int) -> np.ndarray:
-        def add(total, _, y, *weight):
-            labels = tf.cast(tf.reshape(y, [-1]), tf.int32)
+        def add(total: tf.Tensor, batch: tuple) -> tf.Tensor:
+            labels = tf.cast(tf.reshape(batch[1], [-1]), tf.int32)
             return total + tf.math.bincount(labels, minlength=classes, maxlength=classes, dtype=tf.int64)
 
-        total = tf.zeros([classes], tf.int64)
-        return self.dataset.reduce(total, lambda total, batch: add(total, *batch)).numpy()
+        return self.dataset.reduce(tf.zeros([classes], tf.int64), add).numpy()
 
     def map_targets(self, function: Callable[..., tuple]) -> "Batches":
         decode = self.decode

@@ -160,14 +160,12 @@ class RecordFeed(Feed):
         number = update % self.batches
         full = number < self._full
         last = min(number + limit, self._full if full else self.batches)
-        if self._shuffle is None and self._seed is None:
-            update = number  # all epochs are alike, so an iterator that has come to the end is at the beginning
-        if self._iterator is None or self._at != update:
-            self._iterator = iter(self.dataset(update))
-        self._at = update + last - number
-        self._called = update, update + last - number
-        if self._shuffle is None and self._seed is None:
-            self._at %= self.batches
+        alike = self._shuffle is None and self._seed is None  # all epochs, so the end of one is the beginning
+        first = number if alike else update
+        if self._iterator is None or self._at != first:
+            self._iterator = iter(self.dataset(first))
+        self._called = first, first + last - number
+        self._at = self._called[1] % self.batches if alike else self._called[1]
         return FeedCall((self._iterator,), number, last, full)
 
     def first_unreadable(self) -> str:

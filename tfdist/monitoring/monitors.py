@@ -22,7 +22,7 @@ from tfdist.distributed.gpus import DriverGPU, Survey, survey
 from tfdist.monitoring import progress
 from tfdist.monitoring.flops import FlopsModel
 from tfdist.monitoring.recorder import TIMELINE, Recorder, Segments, learning_rate, until
-from tfdist.monitoring.report.page import INPUT_LIMIT
+from tfdist.monitoring.report.page import INPUT_LIMIT, JUDGED_S
 from tfdist.trainer.callbacks import Call, Callback, Spent
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 USAGE_EVERY_S = 5.0  # between two samples of the machine; nvidia-smi alone takes a tenth of one
 EVERY_S = 0.5  # between two samples at the beginning of a run
 THINNING = 400  # later the interval is the run's seconds divided by this: a day has 2,000 samples, not 86,400
-JUDGED_S = 3.0  # of training before a warning
 FLUSH_S = 10
 
 

@@ -92,9 +92,8 @@ class _Display(Callback):
     def _gpus(self) -> str:
         """Formats load and memory of all GPUs."""
         gpus = self._usage()["gpus"]
-        loads = [g["load"] for g in gpus if g["load"] is not None]
-        used = [g["memory_used"] for g in gpus if g["memory_used"] is not None]
-        total = [g["memory_total"] for g in gpus if g["memory_total"] is not None]
+        known = lambda field: [gpu[field] for gpu in gpus if gpu[field] is not None]
+        loads, used, total = known("load"), known("memory_used"), known("memory_total")
         load = f"gpu {100 * sum(loads) / len(loads):.0f}%" if loads else ""
         return f"{load} {sum(used) / 1024:.0f}/{sum(total) / 1024:.0f}G".strip() if used and total else load
 

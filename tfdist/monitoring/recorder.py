@@ -203,8 +203,7 @@ class Recorder(Callback):
         self._of_epoch = Spent()
         self._norm: float | None = None
         self._rates: list[tuple[int, float]] = []
-        self._epoch_first = 0  # updates before the running epoch
-        self._in_epoch = 0
+        self._in_epoch = 0  # those of the running epoch
         self._compiled = self._file_is_cut = False
         self._lines: list[dict] = []  # of `history.jsonl`, without the evaluation at the end
 
@@ -225,7 +224,6 @@ class Recorder(Callback):
         """Resumes from a checkpoint: later records are dropped. ValueError if it is not what `get_state` returns."""
         check.require({"lines": [], **state}, _STATE)
         self.updates, self._in_epoch, self.epochs = state["updates"], state["in_epoch"], state["epochs"]
-        self._epoch_first = self.updates - self._in_epoch
         self.begun = time.monotonic() - state["seconds"]
         self.history = {name: list(values) for name, values in state["history"].items()}
         # A checkpoint that training has gone back to has no later rollbacks.
@@ -269,8 +267,8 @@ class Recorder(Callback):
         self.segments.updated()
         if self.first_update is None:
             self.first_update = self._process_age + time.monotonic() - self._created
+        self.updates += batch + 1 - self._in_epoch
         self._in_epoch = batch + 1
-        self.updates = self._epoch_first + self._in_epoch
         if not self._compiled:  # the time so far includes compilation
             self._compiled = True
             self._rate_from, self._epoch_start = self._in_epoch, self._last
@@ -286,7 +284,7 @@ class Recorder(Callback):
         line = {"epoch": self.epochs, "updates": self.updates, "seconds": round(self.seconds, 3)}
         rest = {"examples_per_second": rate, "learning_rate": learning_rate(self.model), "gradient_norm": self._norm}
         self._write(line | rest | {"time": dataclasses.asdict(self._of_epoch)} | logs)
-        self._epoch_first, self._in_epoch = self.updates, 0
+        self._in_epoch = 0
 
     def _write(self, line: dict) -> None:
         self._lines.append(strict(line))

@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import operator
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -31,7 +29,6 @@ class Step:
     """
 
     def __init__(self, model: keras.Model, distribution: Distribution):
-        self.model_ref: Callable[[], keras.Model] = weakref.ref(model)
         # The method by which the model replaces Keras' step of a kind; empty for none.
         self.own_steps = {
             "train": preconditions.replaced(model, preconditions.TRAINING),
@@ -59,8 +56,10 @@ class Step:
         self._log_names: dict[str, LogNames] = {}
         self._reset: tuple[tuple[int, ...], Callable, Callable] = ((), lambda: None, dict)
 
-    model = property(operator.methodcaller("model_ref"))
-    """The model, which the caller keeps alive: a strong reference here would keep it in `step_calls` forever."""
+    @property
+    def model(self) -> keras.Model:
+        """The model, which the caller keeps alive: a strong reference here would keep it in `step_calls` forever."""
+        return self.replica.model
 
     def compiled(
         self, kind: str, layout: Layout, options: TrainingOptions | None = None, count: int | None = None

@@ -97,11 +97,16 @@ def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
     return names, splits
 
 
-def _folders(path: str) -> list[str]:
+def _entries(path: str) -> list[tuple[str, bool]]:
+    """Returns the names in a folder without a dot before them, each with whether it is a folder."""
     try:
-        return sorted(e.name for e in os.scandir(path) if not e.name.startswith(".") and e.is_dir())
+        return [(entry.name, entry.is_dir()) for entry in os.scandir(path) if not entry.name.startswith(".")]
     except OSError as error:
         raise UserError(f"the folder {path} cannot be read ({error.strerror})", "correct its permissions") from None
+
+
+def _folders(path: str) -> list[str]:
+    return sorted(name for name, is_folder in _entries(path) if is_folder)
 
 
 def _files(folder: str, below: str, above: tuple = ()) -> Iterator[str]:
@@ -110,17 +115,11 @@ def _files(folder: str, below: str, above: tuple = ()) -> Iterator[str]:
     if (status.st_dev, status.st_ino) in above:
         return
     above = (*above, (status.st_dev, status.st_ino))
-    try:
-        entries = list(os.scandir(folder))
-    except OSError as error:
-        raise UserError(f"the folder {folder} cannot be read ({error.strerror})", "correct its permissions") from None
-    for entry in entries:
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir():
-            yield from _files(entry.path, f"{below}/{entry.name}", above)
+    for name, is_folder in _entries(folder):
+        if is_folder:
+            yield from _files(os.path.join(folder, name), f"{below}/{name}", above)
         else:
-            yield f"{below}/{entry.name}"
+            yield f"{below}/{name}"
 
 
 def look_at(paths: list[str]) -> list[Look]:
