@@ -130,14 +130,8 @@ class SequenceReader(PythonReader):
             raise UserError(f"max_queue_size of {name} must be at least 1, got {sequence.max_queue_size}")
         head = [sequence[i] for i in range(_LOOKED_AT if self.size is None else min(_LOOKED_AT, self.size))]
         forked = sequence.use_multiprocessing and sequence.workers > 0
-        super().__init__(
-            sequence,
-            head,
-            f"use_multiprocessing of {name} would fork a worker with its connections to the others: "
-            "set it to False and have threads (workers=4)"
-            if forked
-            else "",
-        )
+        why = f"use_multiprocessing of {name} would fork a worker with its connections to the others"
+        super().__init__(sequence, head, f"{why}: set it to False and have threads (workers=4)" if forked else "")
         self.numbers: Iterable[int] = range(self.size) if self.size is not None else range(2**63 - 1)
         """Numbers of the batches of the next reading, in order."""
 

@@ -1,6 +1,5 @@
 """`data.json` of a run folder: what the model was built for, so that it can be built again without the data."""
 
-import base64
 import dataclasses
 import hashlib
 import json
@@ -106,13 +105,11 @@ def _plain(value: object) -> Json:
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
-    return {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+    return value
 
 
 def _made(kind: object, value: Json) -> Any:
     """Makes a value of a type from what JSON kept of it: tuples and dataclasses again."""
-    if isinstance(value, dict) and value.keys() == {"base64"}:
-        return base64.b64decode(value["base64"])
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise ValueError(f"it has {value!r} instead of an object")

@@ -267,10 +267,8 @@ def resize(image: tf.Tensor, size: tuple[int, int], policy: str = "crop") -> tf.
         scale = tf.reduce_min(np.array(size, np.float32) / shape)
         inner = tf.clip_by_value(tf.cast(tf.round(scale * shape), tf.int32), 1, size)
         before = (size - inner) // 2
-        image = _resized(image, inner)
-        image = tf.pad(
-            image, [[before[0], height - inner[0] - before[0]], [before[1], width - inner[1] - before[1]], [0, 0]]
-        )
+        after = size - inner - before
+        image = tf.pad(_resized(image, inner), [[before[0], after[0]], [before[1], after[1]], [0, 0]])
         return tf.ensure_shape(image, [height, width, channels])
     return tf.ensure_shape(_resized(image, size), [height, width, channels])
 
