@@ -593,10 +593,10 @@ def test_scores_of_classes():
 
 
 def test_tokens():
-    logits = np.zeros((1, 3, 4), "float32")
-    logits[0, [0, 1, 2], [3, 1, 2]] = 50
-    row = json.loads(rows(prediction_rows.OutputReader(4, from_logits=True), logits, np.array([[3, 1, 0]])))
-    assert row == {"number": 5, "prediction": [3, 1, 2], "probability": [1.0, 1.0, 1.0], "target": [3, 1, 0]}
+    logits = np.zeros((1, 4, 4), "float32")  # as many steps as classes
+    logits[0, [0, 1, 2, 3], [3, 1, 2, 0]] = 50
+    row = json.loads(rows(prediction_rows.OutputReader(4, from_logits=True), logits, np.array([[3, 1, 0, 2]])))
+    assert row == {"number": 5, "prediction": [3, 1, 2, 0], "probability": [1.0] * 4, "target": [3, 1, 0, 2]}
     with refused(r"'output' is a table for each example, and a line of CSV holds none: write a .jsonl"):
         rows(prediction_rows.OutputReader(None), logits, kind=".csv")
     with refused("--scores is for the scores of classes, and this model gives none"):

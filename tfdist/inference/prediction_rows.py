@@ -51,7 +51,8 @@ class OutputReader:
         """
         columns = self._answers(outputs)
         if len(targets):
-            one_hot = isinstance(targets, np.ndarray) and targets.ndim > 1 and targets.shape[-1] == self.classes
+            # By the whole shape: a sequence may have as many steps as there are classes.
+            one_hot = self.classes is not None and isinstance(targets, np.ndarray) and targets.shape == outputs.shape
             columns |= _leaves("target", targets.argmax(-1) if one_hot else targets)
         for i in range(len(next(iter(columns.values())))):
             row: dict[str, object] = {"number": first + i if self.numbers is None else int(self.numbers[first + i])}
