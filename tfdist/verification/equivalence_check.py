@@ -8,10 +8,7 @@ compute something across a batch for rare rows or for later weights only: its ch
 """
 
 import contextlib
-import hashlib
-import pathlib
 import time
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,18 +16,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.config import cpu_kernels, local_files, user_functions
 from tfdist.config.messages import logger
 from tfdist.data.arrays import crc
 from tfdist.data.protocol import Source
 from tfdist.data.spec import Structure
-from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, preconditions, row_mixing
+from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, preconditions
 from tfdist.keras_bridge.loss import SAMPLE_ROWS
 from tfdist.step import step_calls
 from tfdist.step.step import Step
-from tfdist.verification.equivalence_probe import METRIC, OUTPUT, STATE, Comparison, EquivalenceProbe, ProbeResult
+from tfdist.verification import checked_models, disagreement
+from tfdist.verification.checked_models import may_be_rare, runs_own
+from tfdist.verification.disagreement import CONTEXT, fix_of
+from tfdist.verification.equivalence_probe import STATE, Comparison, EquivalenceProbe, ProbeResult
 
 CHOICES = ("auto", "on", "off")
 MICRO_BATCHES = 2  # into which the rows are divided with `accumulate`, whatever that is
@@ -41,12 +39,7 @@ MOST_ROUNDING = 1e-3  # where rounding alone makes more than this, the compariso
 NO_ROUNDING, NO_ROUNDING_IN_FLOAT64 = 0.05, 1e-4
 """Relative changes that rounding never makes if the same rows give the same again; in float64 of the gradient, too."""
 LARGE = 1e4  # factor of gradients by which a step of the user's own is seen to clip those of some rows only
-_LARGE_GRADIENT = "the gradient of a large loss"
-_ACROSS_ROWS = 1e-3  # relative difference of a layer's outputs that is more than rounding
-_WRAPPERS = keras.layers.TFSMLayer, keras.layers.JaxLayer, keras.layers.FlaxLayer, keras.layers.TorchModuleWrapper
-"""Layers of Keras' that compute what somebody else has written."""
 _VERB = {"train": "agree on", "test": "agree on measuring", "predict": "agree on predicting with"}
-_CONTEXT = {"train": "", "test": " in an evaluation", "predict": " in a prediction"}
 
 
 def check_training(step: Step, source: Source, choice: str, virtual_replicas: int = 0, accumulate: int = 1) -> None:
@@ -80,7 +73,7 @@ def check_forward(
       within_fit: whether it belongs to a training, with as many inputs, targets and weights, that has been checked:
         enough for all but code of the user's own, which may compute something else where it does not train.
     """
-    if choice == "off" or step.sample_rows is None or (within_fit and not _may_be_rare(step.model, "test")):
+    if choice == "off" or step.sample_rows is None or (within_fit and not may_be_rare(step.model, "test")):
         return
     inputs_only = kind == "predict" and not preconditions.replaced(step.model, preconditions.PREDICTION)
     for comparison in _comparisons(step, kind, virtual_replicas):
@@ -89,7 +82,7 @@ def check_forward(
 
 def _agree_on_rows(step: Step, source: Source, comparison: Comparison, choice: str, entries: int | None = None) -> None:
     """Compares a few rows, or more of what may depend on what is rare, such as a count of masked targets."""
-    more = not keras_internals.fixed_batch(step.model) and _may_be_rare(step.model, comparison.kind)
+    more = not keras_internals.fixed_batch(step.model) and may_be_rare(step.model, comparison.kind)
     if more and _agree(step, step.rows_of(source, step.more_rows)[:entries], comparison, choice) is not None:
         return
     _agree(step, step.rows_of(source)[:entries], comparison, choice)
@@ -169,7 +162,7 @@ class RepeatedCheck:
             return
         if outcome is not None:
             found = f"found after {done} {'updates' if self._kind == 'train' else 'batches'}"
-            message = _message(self._step, probe.rows, comparison, outcome.disagreements(), probe.adding)
+            message = disagreement.message(self._step, probe.rows, comparison, outcome.disagreements(), probe.adding)
             raise UserError(f"{found}: {message}")
 
 
@@ -200,7 +193,7 @@ class _Outcome(NamedTuple):
             whole_large = probe.run(True, factor=LARGE, some=some)
             parts_large = probe.run(False, factor=LARGE, some=some)
             if whole_large.is_finite() and whole_large.gradient:
-                distances[_LARGE_GRADIENT] = whole_large.distance(parts_large)["the gradient"]
+                distances[disagreement.LARGE_GRADIENT] = whole_large.distance(parts_large)["the gradient"]
         noise = whole.distance(backwards)
         most = 20 * max(noise.values(), default=0.0)
         conclusive = whole.is_finite() and most <= max(MOST_ROUNDING, 4 * rounding)
@@ -224,7 +217,7 @@ def _agree_op_by_op(step: Step, rows: tuple[Structure, ...], comparison: Compari
       What has been computed where both ways agree on all workers. None where they do not, which the compiled functions
       must show, too, and where some code is the user's own, which may compute something else where it is traced.
     """
-    if step.distribution.static_shapes or tf.config.functions_run_eagerly() or _runs_own(step.model, comparison.kind):
+    if step.distribution.static_shapes or tf.config.functions_run_eagerly() or runs_own(step.model, comparison.kind):
         return None
     outcome = None
     with contextlib.suppress(ValueError, TypeError, tf.errors.OpError):  # of which the compiled functions say more
@@ -287,7 +280,7 @@ def _refuse_by_structure(step: Step, comparisons: Sequence[Comparison], whole: P
         for layer in batch_norm.normalizing_alone(step.model):
             kept = whole.values.get(f"{STATE} {layer.moving_mean.path!r}") if whole and layer.built else None
             if kept is None or layer.momentum == 1 or not np.array_equal(kept, np.asarray(layer.moving_mean)):
-                reason = _batch_norm_reason(layer, _fix(comparison))
+                reason = disagreement.batch_norm_reason(layer, fix_of(comparison))
                 raise UserError(f"{comparison} would train different models: {reason}")
 
 
@@ -298,14 +291,14 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
     """
     if step.by_rows:
         raise UserError(
-            f"{comparison} disagree on this model{_CONTEXT[comparison.kind]}: its output depends on how many rows a "
+            f"{comparison} disagree on this model{CONTEXT[comparison.kind]}: its output depends on how many rows a "
             "batch has, as of a matrix of their similarities",
             "use --strategy=default with whole batches, or accept it with --check_agreement=off",
         )
     distribution = step.distribution
-    mark = fingerprint(step.model, distribution, rows, comparison) if choice == "auto" else ""
+    mark = checked_models.fingerprint(step.model, distribution, rows, comparison) if choice == "auto" else ""
     key = comparison._replace(divides=False, as_given=False), len(rows)
-    passed = choice == "auto" and (key in step.checked or bool(mark and (_cache_folder() / mark).exists()))
+    passed = choice == "auto" and (key in step.checked or bool(mark and (checked_models.folder() / mark).exists()))
     states = distribution.peers.gather("whether the model has been checked", [passed, crc(rows)])
     if all(passed for passed, _ in states):
         step.checked.setdefault(key)
@@ -319,7 +312,8 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
     if comparison.kind == "train":  # which takes longest, up to half a minute of deep networks
         logger.info(f"checking whether {comparison} agree on this model")
     start = time.perf_counter()
-    own, rare = _runs_own(step.model, comparison.kind), _may_be_rare(step.model, comparison.kind)
+    own = runs_own(step.model, comparison.kind)
+    rare = may_be_rare(step.model, comparison.kind)
     varied = not (own or comparison.as_given)
     given, (rows, differ) = rows, _differing_rows(rows) if varied else (rows, own)
     probe = EquivalenceProbe(step, rows, comparison)
@@ -347,9 +341,9 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
             raise
         if probe.computed_whole:
             raise UserError(
-                f"{comparison} disagree on this model{_CONTEXT[comparison.kind]}: it cannot be computed from parts of "
+                f"{comparison} disagree on this model{CONTEXT[comparison.kind]}: it cannot be computed from parts of "
                 f"a batch ({type(error).__name__}: {one_line(error, 200)})",
-                f"make it depend on each row alone, {_fix(comparison)}",
+                f"make it depend on each row alone, {fix_of(comparison)}",
             ) from error
         _refuse_by_structure(step, [comparison])
         # The batches may have a shape that these few rows have not; what is wrong with those, too, they will say.
@@ -363,11 +357,11 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         logger.info(f"WARNING: not checked whether {comparison} agree: {_inconclusive_reason(probe, outcome)}")
         return False
     if disagreements := outcome.disagreements():
-        raise UserError(_message(step, rows, comparison, disagreements, probe.adding))
+        raise UserError(disagreement.message(step, rows, comparison, disagreements, probe.adding))
     if mark and differ:
         with contextlib.suppress(OSError):  # without a writable cache it is checked again
-            _cache_folder().mkdir(parents=True, exist_ok=True)
-            (_cache_folder() / mark).touch()
+            checked_models.folder().mkdir(parents=True, exist_ok=True)
+            (checked_models.folder() / mark).touch()
     step.checked[key] = probe if not step.model.run_eagerly and (rare or not differ) else None
     most = max((d for n, d in outcome.distances.items() if n != "the gradient"), default=0.0)
     numbers = f"{'outputs' if comparison.kind == 'predict' else 'loss'} {most:.0e}"
@@ -418,183 +412,3 @@ def _inconclusive_reason(probe: EquivalenceProbe, outcome: _Outcome) -> str:
         return "the model draws random numbers of its own"
     name = max(outcome.noise, key=outcome.noise.__getitem__)
     return f"rounding alone changes {name} by {outcome.noise[name]:.0e}"
-
-
-def _message(
-    step: Step, rows: tuple[Structure, ...], comparison: Comparison, disagreements: dict[str, float], adding: list[str]
-) -> str:
-    """Returns the line that names the part of the model that disagrees, and the fix.
-
-    `disagreements`: names of values, and by how much they differ; `adding`: the layers that call `add_loss`.
-    """
-    model, kind, fix = step.model, comparison.kind, _fix(comparison)
-    # A loss may differ since a layer's state does, and a metric since the outputs do.
-    rank = lambda name: 0 if name.startswith(STATE) else 2 if name.startswith(METRIC) else 1
-    first = min(disagreements, key=rank)
-    most = disagreements[first]
-    by = f"by {most:.0e}" if np.isfinite(most) else "in its shape, or is infinite on one side"
-    start = f"{comparison} disagree on this model{_CONTEXT[kind]}: {first} differs {by}"
-    alone = batch_norm.normalizing_alone(model)
-    beyond_metrics = any(not name.startswith(METRIC) for name in disagreements)
-    if kind == "train" and alone and comparison.parts == "replicas" and beyond_metrics:
-        return f"{start}, since {_batch_norm_reason(alone[0], fix)}"
-    if first.startswith(STATE):
-        after = "after an update" if kind == "train" else "after it"
-        if comparison.parts == "virtual replicas":
-            return (
-                f"{start} {after}, since virtual replicas average the floats, and add up the integers, that "
-                f"layers change: leave virtual_replicas out, {fix}"
-            )
-        return f"{start} {after}: add it up over the replicas (tf.distribute.get_replica_context()), {fix}"
-    own = "" if kind == "predict" else step.own_steps[kind]
-    if first == _LARGE_GRADIENT:
-        return (
-            f"{start}: {own} of {type(model).__name__} changes gradients by their size, as a clip does, before they "
-            f"are summed; give the optimizer global_clipnorm or clipnorm instead, {fix}"
-        )
-    if own and kind == "train":
-        return f"{start}: what {own} of {type(model).__name__} computes is not a mean over examples; make it one, {fix}"
-    if first == "add_loss":
-        return f"{start}, which layer {', '.join(adding)} gives: make it a mean over the examples, {fix}"
-    if first.startswith(METRIC):
-        return f"{start}: leave it out, {fix}"
-    if layer := row_mixing.operation(model) or _layer_across_rows(step, rows):
-        return f"{start}, since layer {layer!r} looks at the other rows of a batch: change that, {fix}"
-    if own:
-        return f"{start}: what {own} of {type(model).__name__} gives is not a mean over examples; make it one, {fix}"
-    if first.startswith(OUTPUT):
-        method = preconditions.replaced(model, preconditions.PREDICTION)
-        whose = f"{method} of {type(model).__name__}" if method else "the model"
-        return f"{start}: {whose} looks at the other rows of a batch; change that, {fix}"
-    return f"{start}: use a loss with a value per example, {fix}"
-
-
-def _batch_norm_reason(layer: keras.Layer, fix: str) -> str:
-    return (
-        f"layer {layer.name!r} normalizes with the rows of its own replica: call tfdist.synchronize_batch_norm(model) "
-        f"before compile(), or freeze it (trainable=False), {fix}"
-    )
-
-
-def _fix(comparison: Comparison) -> str:
-    accept = "or accept it with --check_agreement=off"
-    if comparison.parts == "micro-batches":
-        return f"leave accumulate out, {accept}"
-    if comparison.kind == "train":
-        return accept
-    instead = "leave virtual_replicas out" if comparison.parts == "virtual replicas" else "use --strategy=default"
-    return f"{instead}, {accept}"
-
-
-def _layer_across_rows(step: Step, rows: tuple[Structure, ...]) -> str:
-    """Returns the first layer whose output for a row depends on the rows beside it; an empty string if there is none.
-
-    It is searched for in Python, op by op: only a model that is refused pays for that.
-    """
-    model = step.model
-    try:
-        with (
-            step.distribution.scope(),
-            layer_state.unchanged([*model.non_trainable_variables, *model.metrics_variables]),
-        ):
-            whole = _layer_outputs(step, rows[0])
-            part = _layer_outputs(step, keras.tree.map_structure(lambda t: t[len(t) // 2 :], rows[0]))
-    except Exception:  # whatever a layer of the user's own may do outside of a replica
-        return ""
-    for (name, all_rows), (_, last_rows) in zip(whole, part):  # cumulative sums of the first need no others
-        for a, b in zip(all_rows, last_rows):
-            if a.shape[:1] == b.shape[:1] or a[-len(b) :].shape != b.shape or a.dtype.kind not in "fc":
-                continue
-            if np.linalg.norm(a[-len(b) :] - b) > _ACROSS_ROWS * max(float(np.linalg.norm(b)), 1e-6):
-                return name
-    return ""
-
-
-def _layer_outputs(step: Step, x: Structure) -> list[tuple[str, list[np.ndarray]]]:
-    """Returns the floating outputs of each layer by name, inner layers before the outer one."""
-    outputs_by_layer: list[tuple[str, list[np.ndarray]]] = []
-
-    def recording(layer: keras.Layer) -> Callable:
-        original = layer.call
-
-        def call(*args: object, **kwargs: object) -> Structure:
-            outputs = original(*args, **kwargs)
-            leaves = [leaf for leaf in keras.tree.flatten(outputs) if tf.is_tensor(leaf) and leaf.dtype.is_floating]
-            outputs_by_layer.append((layer.name, [np.asarray(leaf, np.float64) for leaf in leaves]))
-            return outputs
-
-        return call
-
-    layers = keras_internals.flat_layers(step.model, include_self=False)
-    with keras_internals.replaced("call", [(layer, recording(layer)) for layer in layers]):
-        step.replica.forward(x, training=False)
-    return outputs_by_layer
-
-
-def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure, comparison: Comparison) -> str:
-    """Returns a digest of all that decides whether replicas agree on a model: its settings and the versions.
-
-    Only a training depends on optimizers, and a prediction not even on losses. It is empty if some of the code is the
-    user's own, and the model is to be checked each time: globals, files and data may decide what that computes.
-    """
-    import tfdist
-
-    kind = comparison.kind
-    if _may_be_rare(model, kind):
-        return ""
-    layers, compiled = keras_internals.flat_layers(model), _compiled(model, kind)
-    parts: list[str] = [tf.__version__, keras.__version__, tfdist.__version__, distribution.name]
-    parts += [str(distribution.replicas), kind, str(comparison), distribution.jit, cpu_kernels.in_use()]
-    parts += [f"{tuple(t.shape)} {t.dtype}" for t in keras.tree.flatten(rows)]
-    try:
-        for layer in layers:
-            parts += _description(layer)
-        parts += [f"{v.name} {v.shape} {v.dtype} {v.trainable}" for v in model.variables]
-        for used in compiled:
-            parts += _description(used)
-    except (TypeError, ValueError, NotImplementedError):
-        return ""
-    text = "\n".join(parts)
-    # Keras numbers the layers of a process: the same model has other names each time that it is built.
-    optimizers = preconditions.optimizers(model) if kind == "train" else []
-    for number, name in enumerate(dict.fromkeys(thing.name for thing in [*layers, *optimizers])):
-        text = text.replace(repr(name), f"#{number}")
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _compiled(model: keras.Model, kind: str) -> list:
-    """Returns what `compile` was given that decides about a computation."""
-    optimizers = preconditions.optimizers(model) if kind == "train" else []
-    return [*optimizers, *(keras_internals.compiled_with(model) if kind != "predict" else [])]
-
-
-def _runs_own(model: keras.Model, kind: str) -> bool:
-    """Returns whether some of the code of a computation is not Keras'."""
-    methods = {"train": preconditions.TRAINING, "test": preconditions.EVALUATION, "predict": preconditions.PREDICTION}
-    layers = keras_internals.flat_layers(model)
-    own = preconditions.replaced(model, methods[kind]) or any(isinstance(layer, _WRAPPERS) for layer in layers)
-    return bool(own) or user_functions.runs_own([*layers, *_compiled(model, kind)])
-
-
-def _may_be_rare(model: keras.Model, kind: str) -> bool:
-    """Returns whether a computation may look across a batch for rare rows or later weights only."""
-    return _runs_own(model, kind) or bool(row_mixing.operation(model))
-
-
-def _cache_folder() -> pathlib.Path:
-    return local_files.cache("checked")
-
-
-def _description(thing: object) -> list[str]:
-    """Returns the settings of an object of Keras'."""
-    if isinstance(thing, str | int | float | bool | None):
-        return [repr(thing)]
-    if isinstance(thing, dict):
-        return [part for key, value in thing.items() for part in (repr(key), *_description(value))]
-    if isinstance(thing, list | tuple):
-        return [part for value in thing for part in _description(value)]
-    kind = thing if isinstance(thing, type | types.FunctionType) else type(thing)
-    parts = [f"{kind.__module__}.{kind.__qualname__}"]
-    if not isinstance(thing, type) and hasattr(thing, "get_config"):
-        parts.append(repr(thing.get_config()))
-    return parts
