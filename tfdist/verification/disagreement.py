@@ -54,7 +54,8 @@ def message(
         return f"{start}, which layer {', '.join(adding)} gives: make it a mean over the examples, {fix}"
     if first.startswith(METRIC):
         return f"{start}: leave it out, {fix}"
-    if layer := row_mixing.operation(model) or _layer_across_rows(step, rows):
+    searched = (_layer_across_rows(step, rows[0], seed) for seed in range(4))  # in some orders they may agree
+    if layer := row_mixing.operation(model) or next(filter(None, searched), ""):
         return f"{start}, since layer {layer!r} looks at the other rows of a batch: change that, {fix}"
     if own:
         return f"{start}: what {own} of {type(model).__name__} gives is not a mean over examples; make it one, {fix}"
@@ -82,7 +83,7 @@ def fix_of(comparison: Comparison) -> str:
     return f"{instead}, {accept}"
 
 
-def _layer_across_rows(step: Step, rows: tuple[Structure, ...]) -> str:
+def _layer_across_rows(step: Step, x: Structure, seed: int) -> str:
     """Returns the first layer whose output for a row depends on the rows beside it; an empty string if there is none.
 
     It is searched for in Python, op by op: only a model that is refused pays for that.
@@ -93,8 +94,11 @@ def _layer_across_rows(step: Step, rows: tuple[Structure, ...]) -> str:
             step.distribution.scope(),
             layer_state.unchanged([*model.non_trainable_variables, *model.metrics_variables]),
         ):
-            whole = _layer_outputs(step, rows[0])
-            part = _layer_outputs(step, keras.tree.map_structure(lambda t: t[len(t) // 2 :], rows[0]))
+            count = keras.tree.flatten(x)[0].shape[0]
+            order = np.random.default_rng(seed).permutation(count) if seed else np.arange(count)
+            x = keras.tree.map_structure(lambda t: tf.gather(t, order), x)
+            whole = _layer_outputs(step, x)
+            part = _layer_outputs(step, keras.tree.map_structure(lambda t: t[count // 2 :], x))
     except Exception:  # whatever a layer of the user's own may do outside of a replica
         return ""
     for (name, all_rows), (_, last_rows) in zip(whole, part):  # cumulative sums of the first need no others
