@@ -210,7 +210,7 @@ def test_a_capacity_of_rows_of_a_batch(connect, kind, rows):
 def test_a_capacity_on_which_the_parts_of_a_sorted_batch_agree(connect):
     model, (x, y) = compiled(connect, lambda: Capacity(2), loss="mse"), large(64)
     x[:, 0] = np.abs(x[:, 0]) * np.where(np.arange(64) % 8 < 4, 1, -1)
-    with pytest.raises(tfdist.UserError, match="disagree .*, since layer 'capacity.*' looks at the other rows"):
+    with pytest.raises(tfdist.UserError, match=r"disagree .*, since layer 'capacity.*' looks at the other rows"):
         tfdist.fit(model, x, y, batch_size=8, distribution=connect(2), verbose=0)
 
 

@@ -18,7 +18,7 @@ from tfdist.errors import UserError, one_line
 
 UNREADABLE = (tf.errors.OpError, UnicodeDecodeError)  # the latter where TensorFlow's message repeats bytes
 
-REPAIR = "repair or remove it, or set data.on_error=skip"  # the fix for an example that cannot be decoded
+REPAIR = "repair or remove it"  # the fix for an example that cannot be decoded
 AHEAD = 2  # batches that lie ready. Not AUTOTUNE, which may take half of the machine's memory.
 WAITING = 2  # examples in work for each thread that decodes, so that none waits for a file
 _COMPARED = 2**16  # examples, about, whose labels workers compare bit by bit

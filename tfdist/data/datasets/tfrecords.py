@@ -186,7 +186,7 @@ def load(path: str, splits: dict[str, str], options: Options, skip: bool = False
     try:
         first = source.read(rows[:1])[0]
     except OSError as error:
-        raise UserError(f"{where} cannot be read: {reason(error)}", REPAIR) from None
+        raise UserError(f"{where} cannot be read: {reason(error)}", f"{REPAIR}, or set data.on_error=skip") from None
     _check(first, features, where)
     shape = x.shape
     if x.is_image:
