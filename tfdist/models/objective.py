@@ -180,9 +180,12 @@ def class_weights(text: str, data: Loaded) -> dict[int, float] | None:
 
 
 def _parsed(text: str, classes: int, names: tuple[str, ...]) -> dict[int, float]:
-    weights = {}
+    weights: dict[int, float] = {}
+    by_number = not any(map(str.isdecimal, names))  # else `1` may be the second class, or the one of this name
     for name, value in field_syntax.class_weights(text).items():
-        number = names.index(name) if name in names else int(name) if name.isdecimal() else -1
+        number = names.index(name) if name in names else int(name) if by_number and name.isdecimal() else -1
+        if number in weights:
+            raise UserError(f"train.class_weight={text!r} has two weights for the class {name!r}", "write one")
         if not 0 <= number < classes:
             known = names or tuple(map(str, range(classes)))
             raise UserError(f"unknown class {name!r} in train.class_weight{field_syntax.suggest(name, known)}")
