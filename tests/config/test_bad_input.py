@@ -565,9 +565,7 @@ def test_weights_that_leave_no_class(text):
         f"train.class_weight={text!r} gives every class the weight 0: leave some to be learned"
     )
     assert objective.class_weights("0=0", data) == {0: 0.0}, "the other one weighs 1"
-    assert refused(objective.class_weights, "yes=2, 1=3", data).endswith(
-        " has two weights for the class '1': write one"
-    )
+    assert refused(objective.class_weights, "yes=2, 1=3", data).endswith("two weights for the class '1': write one")
     data = Loaded(arrays, arrays, 4, Spec((1,), "float32", 2, 1.0, ("1", "2")))
     assert objective.class_weights("1=3", data) == {0: 3.0}, "a class of the name, not the second one"
     assert refused(objective.class_weights, "0=2, 1=3", data).startswith("unknown class '0' in train.class_weight")

@@ -152,7 +152,7 @@ class RepeatedCheck:
         groups = probe.some_rows()[1:]  # of single rows
         try:
             with self._step.distribution.peers.during("compiling"):
-                distances = probe.run(True).distance(probe.run(False))
+                (distances,) = _of_all_workers(probe, probe.run(True).distance(probe.run(False)))
                 suspect = not max(distances.values(), default=0.0) <= ROUNDING
                 some = [groups[done % len(groups)]] if groups else []
                 outcome = _of_some_rows(probe, [[*range(probe.count)], *some] if suspect else some)
@@ -194,7 +194,7 @@ class _Outcome(NamedTuple):
             parts_large = probe.run(False, factor=LARGE, some=some)
             if whole_large.is_finite() and whole_large.gradient:
                 distances[disagreement.LARGE_GRADIENT] = whole_large.distance(parts_large)["the gradient"]
-        noise = whole.distance(backwards)
+        noise, distances = _of_all_workers(probe, whole.distance(backwards), distances)
         most = 20 * max(noise.values(), default=0.0)
         conclusive = whole.is_finite() and most <= max(MOST_ROUNDING, 4 * rounding)
         return cls(whole, noise, distances, max(rounding, most), conclusive)
@@ -202,6 +202,12 @@ class _Outcome(NamedTuple):
     def disagreements(self) -> dict[str, float]:
         """Returns what differs by more than rounding."""
         return {name: distance for name, distance in self.distances.items() if not distance <= self.limit}
+
+
+def _of_all_workers(probe: EquivalenceProbe, *differences: dict[str, float]) -> list[dict[str, float]]:
+    """Returns the largest of each on any worker: where they decide otherwise, one waits in a sum that no other has."""
+    given = probe.step.distribution.peers.gather("relative differences", differences)
+    return [{name: max(worker[i][name] for worker in given) for name in own} for i, own in enumerate(differences)]
 
 
 def _rounding(model: keras.Model) -> float:
@@ -264,7 +270,8 @@ def _by_order(probe: EquivalenceProbe, outcome: _Outcome, least: float, some: Se
     names = [name for name in kept if outcome.noise[name] > least and not (random and name.startswith(STATE))]
     distances = {name: outcome.distances[name] for name in names if outcome.distances[name] > least}
     again = probe.run(True, times=2, some=some) if random and distances else outcome.whole
-    if not distances or not outcome.whole.is_finite() or max(outcome.whole.distance(again).values()) > ROUNDING:
+    (repeated,) = _of_all_workers(probe, outcome.whole.distance(again))
+    if not distances or not outcome.whole.is_finite() or max(repeated.values()) > ROUNDING:
         return None
     return outcome._replace(distances=distances, limit=least, is_conclusive=True)
 
