@@ -280,6 +280,9 @@ def test_functions_that_have_changed_since_the_training_are_refused(run, tmp_pat
         done = run("tfdist.evaluate", "--workdir=w")
         assert done.returncode == 2 and f"the code of {file} has changed since" in done.stderr, done.stderr
         (tmp_path / file).write_text(content)
+    (tmp_path / "keras.json").write_text('{"epsilon": 0.1}')
+    done = run("tfdist.evaluate", "--workdir=w", KERAS_HOME=str(tmp_path))
+    assert done.returncode == 2 and "Keras' settings epsilon and image_data_format has changed since" in done.stderr
     (tmp_path / "mine.py").write_text(text.replace("k.Flatten()", "k.Flatten(), k.Activation('tanh')"))
     files = {path: path.read_bytes() for path in (tmp_path / "w").glob("*.*")}
     done = run("tfdist.train", "--config=digits_mlp", "--config.model.options=", *flags, "--resume=require")
@@ -294,7 +297,8 @@ def test_functions_that_have_changed_since_the_training_are_refused(run, tmp_pat
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path / "late")  # names do not depend on the working folder, or nothing would be compared
     found = user_functions.code_digests(["mine:model"])
-    assert [*found] == [f"{user_functions.CODE} {name}" for name in ("late/kind.py", "mine.py", "parts.py")]
+    names = [f"{user_functions.CODE} {name}" for name in ("late/kind.py", "mine.py", "parts.py")]
+    assert [*found] == [*names, user_functions.KERAS_SETTINGS]
 
 
 def digit_changed(folder, name, before, after):

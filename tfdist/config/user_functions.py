@@ -19,6 +19,7 @@ from tfdist.errors import UserError
 
 Result = TypeVar("Result")
 CODE = "the code of"  # names of facts that are digests of the user's code begin so
+KERAS_SETTINGS = f"{CODE} Keras' settings epsilon and image_data_format"
 _FOLDERS = (str(pathlib.Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib")))
 syntax = functools.cache(lambda path: ast.dump(ast.parse(path.read_bytes())))  # without comments and line breaks
 _LIBRARIES = {"keras", "tensorflow", "tfdist", "numpy", *sys.stdlib_module_names} - {"__main__"}
@@ -141,10 +142,16 @@ def _opens_for_user() -> bool:
 
 
 def settings_read() -> dict[str, str]:
-    """Returns by name digests of the settings that code of the user has read, and that nothing here has written."""
+    """Returns by name digests of the settings that code of the user has read, and that nothing here has written.
+
+    Keras' own, which a keras.json file may change, count: layers and losses of the user's look at them.
+    """
+    import keras
+
     digest = lambda path: hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     small = {n: p for n, p in _READ.items() if n not in WRITTEN and p.is_file() and p.stat().st_size < 1 << 20}
-    return {f"{CODE} {name}": digest(path) for name, path in sorted(small.items())}
+    read = {f"{CODE} {name}": digest(path) for name, path in sorted(small.items())}
+    return read | {KERAS_SETTINGS: f"{keras.config.epsilon()} {keras.config.image_data_format()}"}
 
 
 def is_own(code: object) -> bool:
