@@ -508,6 +508,24 @@ print("done", int(model.optimizer.iterations))
         assert "it stopped: of this worker" in done.stderr
 
 
+def test_a_metric_that_never_resets_is_named_by_all_workers(script, tmp_path):
+    """Each decided by itself whether its copy was suspect, and one summed other rows than the other."""
+    (tmp_path / "total.py").write_text("""
+import keras, numpy as np
+class Total(keras.metrics.Sum):
+    def update_state(self, y, p, sample_weight=None):
+        return super().update_state(keras.ops.abs(y - p))
+    def reset_state(self):
+        pass
+model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse", metrics=[Total(name="total")])
+draw = np.random.RandomState(0).rand
+model.fit(draw(53, 4), draw(53, 1), batch_size=8, shuffle=False)
+""")
+    done = script("--nproc_per_node=2", program=("total.py",))
+    assert done.returncode == 2 and "metric 'total' differs" in done.stderr and "leave it out" in done.stderr
+
+
 @pytest.mark.faults
 def test_two_workers_train_as_one_and_name_files_that_both_write(script, tmp_path):
     own = "tempfile.mkdtemp() + '/own.keras'"  # a folder of each worker's own, as KerasTuner has
