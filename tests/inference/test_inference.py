@@ -234,8 +234,9 @@ SPOILT = [
      "model.keras is damaged (File is not a zip file): use --checkpoint=latest, or train again"),
     (lambda f: [damaged_weights(f), unlisted(f)], "",  # HDF5's reader ended the process by SIGSEGV
      "model.keras is damaged (model.weights.h5 in it): use --checkpoint=latest, or train again"),
-    (lambda f: [edited(f / "experiment.json", model={"name": "mlp"}), unlisted(f)], "",
-     "model.keras does not fit the model that"),
+    (lambda f: [edited(f / "experiment.json", model={"name": "mlp"}), unlisted(f)], "", "the setup of the model "),
+    (lambda f: [edited(f / "experiment.json", model={"name": "mlp"}), edited(f / "environment.json", code={}),
+                unlisted(f)], "", "model.keras does not fit the model that"),
     (lambda f: edited(f / "experiment.json", model={"name": "mlp"}), "latest", "experiment.json is not what "),
     (lambda f: [edited(f / "experiment.json", colour="red"), unlisted(f)], "",
      "experiment.json has a field 'colour', which this tfdist does not know"),
@@ -286,7 +287,7 @@ def test_functions_that_have_changed_since_the_training_are_refused(run, tmp_pat
     (tmp_path / "mine.py").write_text(text.replace("k.Flatten()", "k.Flatten(), k.Activation('tanh')"))
     files = {path: path.read_bytes() for path in (tmp_path / "w").glob("*.*")}
     done = run("tfdist.train", "--config=digits_mlp", "--config.model.options=", *flags, "--resume=require")
-    assert done.returncode == 2 and "another experiment (the code of mine.py has changed)" in done.stderr, done.stderr
+    assert done.returncode == 2 and "another experiment (the code of mine.py has changed" in done.stderr, done.stderr
     assert files == {path: path.read_bytes() for path in (tmp_path / "w").glob("*.*")}, "what is refused has written"
     for command in (["tfdist.evaluate"], ["tfdist.evaluate", "--checkpoint=latest"], ["tfdist.predict", "--output=-"]):
         done = run(*command, "--workdir=w")
@@ -299,6 +300,30 @@ def test_functions_that_have_changed_since_the_training_are_refused(run, tmp_pat
     found = user_functions.code_digests(["mine:model"])
     names = [f"{user_functions.CODE} {name}" for name in ("late/kind.py", "mine.py", "parts.py")]
     assert [*found] == [*names, user_functions.KERAS_SETTINGS]
+
+
+def test_a_vocabulary_that_has_changed_since_the_training_is_refused(run, tmp_path):
+    """The layer reads its file with TensorFlow, and no weight tells what was in it."""
+    (tmp_path / "own.py").write_text("""
+import keras, numpy as np
+def data(split):
+    k = np.random.default_rng(0).integers(0, 6, 60)
+    return np.array(list("abcdef"), object)[k], k // 2
+def model(spec):
+    words, L = keras.Input((), dtype="string"), keras.layers
+    return keras.Model(words, L.Dense(3)(L.Embedding(8, 4)(L.StringLookup(vocabulary="words.txt")(words))))
+""")
+    (tmp_path / "words.txt").write_text("a\nb\nc\nd\ne\nf\n")
+    fields = ["data.name=own:data", "model.name=own:model", "model.options=", "optimizer.warmup=0%", "train.epochs=1"]
+    command = ["tfdist.train", *(f"--config.{field}" for field in fields), "--config.checkpoint.every=1 epoch"]
+    assert (done := run(*command, "--workdir=w")).returncode == 0, done.stderr
+    assert (done := run("tfdist.evaluate", "--workdir=w")).returncode == 0, done.stderr
+    (tmp_path / "words.txt").write_text("a\nb\nc\nd\nf\ne\n")
+    for again in ["tfdist.evaluate"], [*command, "--resume=require"]:
+        done = run(*again, "--workdir=w")
+        assert done.returncode == 2 and re.search(r"the setup of the model \(.*\) has changed", done.stderr), (
+            done.stderr
+        )
 
 
 def digit_changed(folder, name, before, after):
@@ -351,7 +376,7 @@ def test_a_changed_layer_of_a_model_from_a_file_is_found(run, tmp_path):
     done = run("tfdist.evaluate", "--workdir=runs/own", "--checkpoint=latest")
     assert done.returncode == 2 and "mine.keras is not what runs/own/checkpoints/3 was made with" in done.stderr
     done = run("tfdist.train", *flags, "--config.train.steps=3", "--config.train.epochs=0", "--progress=none")
-    assert done.returncode == 2 and "of another experiment (the model's file has changed)" in done.stderr, done.stderr
+    assert done.returncode == 2 and "of another experiment (the model's file has changed" in done.stderr, done.stderr
 
 
 def test_a_changed_result_is_found(copy):

@@ -380,6 +380,22 @@ print(model.stop_training)
 
 
 @pytest.mark.faults
+def test_a_vocabulary_that_has_changed_is_refused(script, tmp_path):
+    (tmp_path / "own.py").write_text("""
+import keras, numpy as np
+words = keras.layers.StringLookup(vocabulary="words")
+model = keras.Sequential([keras.Input((), dtype="string"), words, keras.layers.Embedding(4, 1)])
+model.compile("sgd", "mse")
+model.fit(np.array(["a", "b"], object), np.ones((2, 1)), verbose=0)
+""")
+    for content, code in ("a\nb", 0), ("b\na", 2):
+        (tmp_path / "words").write_text(content)
+        done = script("--strategy=default", "--workdir=kept", program=("own.py",))
+        assert done.returncode == code, done.stderr
+    assert "call 1 of fit cannot continue: the setup of the model has changed" in done.stderr
+
+
+@pytest.mark.faults
 def test_an_unchanged_script_with_odd_parts_continues(script, tmp_path):
     """Modules that are loaded on demand, sets, a layer with a random seed, data that train again with other bits."""
     (tmp_path / "later.py").write_text("VALUE = 1")

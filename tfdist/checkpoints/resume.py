@@ -17,7 +17,7 @@ from tfdist.cluster.peers import differing_facts
 from tfdist.config import Experiment, current_name, flat, local_files
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import ResumeOptions
-from tfdist.config.user_functions import CODE, as_now
+from tfdist.config.user_functions import CODE, SETUP, as_now
 from tfdist.errors import UserError, one_line
 
 MODEL_FILE = "the model's file"  # name of the fact that is the SHA-256 of the file in `model.name`
@@ -126,7 +126,9 @@ def _agrees(
         if before.get(name, value) != value  # earlier versions had fewer
     ]
     odd = odd or [  # else the data may well be other, too
-        f"{name} has changed" if name.startswith((MODEL_FILE, CODE)) else f"{name} is {there} there and {here} here"
+        f"{name} has changed"
+        if name.startswith((MODEL_FILE, CODE, SETUP))
+        else f"{name} is {there} there and {here} here"
         for name, there, here in differing_facts(chosen.state.get("facts", {}), facts)
     ]
     if not odd:

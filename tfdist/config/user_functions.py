@@ -19,6 +19,7 @@ from tfdist.errors import UserError
 
 Result = TypeVar("Result")
 CODE = "the code of"  # names of facts that are digests of the user's code begin so
+SETUP = "the setup of the model"  # and that of a digest of its layers
 KERAS_SETTINGS = f"{CODE} Keras' settings epsilon and image_data_format"
 _FOLDERS = (str(pathlib.Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib")))
 syntax = functools.cache(lambda path: ast.dump(ast.parse(path.read_bytes())))  # without comments and line breaks

@@ -200,7 +200,7 @@ def read_weights(requested: ModelRequest, experiment: config.Experiment, build: 
         if requested.checkpoint:
             return _from_checkpoint(requested, experiment, plain)
         described = local_files.read_object(requested.path / "environment.json") or {}
-        _check_code(requested, experiment, described.get("code", {}))
+        _check_code(requested, experiment, plain, described.get("code", {}))
         return _from_file(requested, plain)
 
 
@@ -241,10 +241,15 @@ def _from_file(requested: ModelRequest, plain: "keras.Model") -> Weights:
     return shown, list(plain.get_weights())
 
 
-def _check_code(requested: ModelRequest, experiment: config.Experiment, recorded: Mapping[str, object]) -> None:
-    """Refuses functions of the user's that are others than those of the training."""
-    here = user_functions.code_digests(own_work.functions(experiment).values())
-    changed = [name for name, digest in here.items() if recorded.get(name, digest) != digest]
+def _check_code(
+    requested: ModelRequest, experiment: config.Experiment, plain: "keras.Model", recorded: Mapping[str, object]
+) -> None:
+    """Refuses functions of the user's, or what they make of the data, that are others than those of the training."""
+    from tfdist.keras_bridge import preconditions
+
+    differing = lambda here: [name for name, digest in here.items() if recorded.get(name, digest) != digest]
+    code = user_functions.code_digests(own_work.functions(experiment).values())
+    changed = differing(code) or differing(preconditions.setup(plain))
     if changed and not requested.trust_code:
         what = f"{', '.join(changed)} has changed since {requested.name} was trained, so the model may be another"
         raise UserError(what, f"bring it back, give --model={requested.shown(requested.path / MODEL)}, or --trust_code")
@@ -282,8 +287,8 @@ def _from_checkpoint(requested: ModelRequest, experiment: config.Experiment, pla
             # A finished run has a copy of its own, with other weights, which `result.json` tells the checksum of.
             name = experiment.model.name
             outside = name if name.endswith(config.FILE) and pathlib.Path(name) != requested.path / MODEL else ""
-            _check_code(requested, experiment, content.state.get("facts", {}))
             integrity.check_state(requested.path, content.state, requested.shown(path), outside)
+            _check_code(requested, experiment, plain, content.state.get("facts", {}))
             averaged = experiment.optimizer.ema_momentum > 0
             return requested.shown(path), training_state.weights(plain, content.tensors, averaged)
     what = f"none of the checkpoints that --checkpoint={requested.checkpoint} means is valid"

@@ -136,6 +136,15 @@ def carried_states(model: keras.Model) -> list[keras.Variable]:
     return keras.tree.flatten([getattr(layer, "states", None) or [] for layer in stateful_layers(model)])
 
 
+def vocabularies(model: keras.Model) -> list[list[str]]:
+    """Returns what the lookup layers of a model have read or been adapted to, which is in no list of variables."""
+    found = []
+    for layer in flat_layers(model):
+        if callable(words := getattr(layer, "get_vocabulary", None)):
+            found.append([*map(str, words()), str(np.asarray(getattr(layer, "idf_weights", ())).tolist())])
+    return found
+
+
 def input_structure(model: keras.Model) -> Structure:
     """Returns the inputs nested as the model takes them, where Keras' own exporters look; `model.inputs` is flat."""
     return getattr(model, "_inputs_struct", model.inputs[0])
@@ -410,7 +419,10 @@ def create_late_variables(metric: keras.Metric, y_true: tf.Tensor, y_pred: tf.Te
     kinds = (keras.metrics.AUC, keras.metrics.FBetaScore, keras.metrics.R2Score)
     # A subclass with an `update_state` of its own may hand on other shapes than it is given.
     if any(type(metric).update_state is kind.update_state for kind in kinds) and not metric._built:
-        metric._build(*([] if isinstance(metric, keras.metrics.AUC) else [y_true.shape]), y_pred.shape)
+        shapes = [y_pred.shape] if isinstance(metric, keras.metrics.AUC) else [y_true.shape, y_pred.shape]
+        if isinstance(metric, keras.metrics.R2Score) and sorted(map(len, shapes)) == [1, 2]:  # which it makes the same
+            shapes = [max(shapes, key=len)] * 2
+        metric._build(*shapes)
 
 
 def mean_updates(update: Callable) -> AbstractContextManager[None]:

@@ -216,7 +216,7 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
     facts |= {name: str(arguments[name]) for name in _SETTINGS if arguments.get(name) is not None}
     losses = keras.tree.flatten(model.loss) if model.compiled else []  # whose `get_config` leaves numbers out
     parts = [*keras_internals.flat_layers(model), *losses, *keras_internals.compiled_with(model)]
-    parts += [getattr(loss, "__dict__", "") for loss in losses]
+    parts += [*(getattr(loss, "__dict__", "") for loss in losses), keras_internals.vocabularies(model)]
     with contextlib.suppress(Exception):  # of what cannot be saved
         parts.append(model.get_compile_config())
     kept = [callback for callback in _callbacks(arguments) if not training_run.starts_anew(callback)]

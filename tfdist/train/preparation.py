@@ -18,7 +18,7 @@ from tfdist.data.datasets import registry
 from tfdist.data.loaded import Loaded
 from tfdist.distributed.connect import Placement
 from tfdist.distributed.distribution import Distribution
-from tfdist.keras_bridge import batch_norm
+from tfdist.keras_bridge import batch_norm, preconditions
 from tfdist.models import build as models
 from tfdist.models import objective, optimizers
 
@@ -34,6 +34,7 @@ class Preparation:
     class_weights: dict[int, float] | None
     model: keras.Model  # compiled, under the scope of the strategy
     callbacks: list[keras.callbacks.Callback]  # those of `train.callbacks`
+    code: dict[str, str]  # digests of the user's code and of what it has made of the model's layers
     checkpoints: manager.Checkpoints
     profiled: tuple[int, int]  # first and last update of the profile, (0, 0) for none
     resumes: bool  # the run resumes the earlier one in its folder
@@ -92,7 +93,7 @@ def prepare(
         )
     model_file = experiment.model.name if experiment.model.name.endswith(config.FILE) else ""
     sha256 = files.checksum(pathlib.Path(model_file).expanduser())["sha256"] if model_file else ""
-    code = user_functions.code_digests(own_work.functions(experiment).values())
+    code = user_functions.code_digests(own_work.functions(experiment).values()) | preconditions.setup(model)
     checkpoints = manager.Checkpoints(
         folder.checkpoints,
         every=experiment.checkpoint.every,
@@ -103,7 +104,7 @@ def prepare(
         changed=environment.resume_changed,
         experiment=config.flat(experiment),
         data_sha256=spec_file.digest(data.spec),
-        facts={**spec_file.facts(data.spec), **code, **({resume.MODEL_FILE: sha256} if sha256 else {})},
+        facts={**spec_file.facts(data.spec), **({resume.MODEL_FILE: sha256} if sha256 else {}), **code},
         storage=folder.storage,
     )
     return Preparation(
@@ -114,6 +115,7 @@ def prepare(
         class_weights=weights,
         model=model,
         callbacks=objective.callbacks(experiment, optimizer),
+        code=code,
         checkpoints=checkpoints,
         profiled=schedule_lib.profiled(environment.profile, schedule),
         resumes=resume.continues(folder, environment, placement.cluster.attempt, checkpoints.off),

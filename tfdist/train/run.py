@@ -7,7 +7,6 @@ import subprocess
 
 from tfdist.checkpoints import integrity, own_work, resume
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.config import user_functions
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
 from tfdist.data import spec_file
@@ -88,8 +87,7 @@ class Run:
         own_work.write_experiment(folder, self._experiment)
         spec_file.write(folder.write_text, self._data.spec)
         where = self._distribution, self._placement, self._environment
-        code = user_functions.code_digests(own_work.functions(self._experiment).values())
-        folder.write("environment.json", {**recorder_lib.environment(*where), "code": code})
+        folder.write("environment.json", {**recorder_lib.environment(*where), "code": self._prepared.code})
         folder.push()
         self._distribution.peers.last_words = self._write_failure
 
