@@ -312,6 +312,18 @@ def test_metrics_that_create_their_variables_late(name):
         assert float(metric.result()) == pytest.approx(0.9)
 
 
+@pytest.mark.parametrize("kind", ["Adam", "Ftrl", "Lion", "Muon", "Nadam", "RMSprop", "SGD"])
+def test_the_state_of_an_optimizer_is_whole_in_one_that_scales_losses(kind):
+    """Else a resume would start Nadam's product of momenta anew."""
+    alone, within = (getattr(keras.optimizers, kind)() for _ in range(2))
+    scaling = keras.optimizers.LossScaleOptimizer(within)
+    for optimizer in alone, scaling:
+        optimizer.build([keras.Variable(np.ones((2, 2)))])
+    added = 4  # counter, rate, steps and scale
+    assert len(keras_internals.state(scaling)) == len(alone.variables) + added
+    assert keras_internals.state(alone) == alone.variables
+
+
 def test_the_epoch_that_a_backup_goes_back_to(tmp_path):
     model = training_cases.compiled(training_cases.dense())
     x, y = training_cases.images(8)

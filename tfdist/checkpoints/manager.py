@@ -19,6 +19,7 @@ from tfdist.config import buckets, schedule
 from tfdist.config.messages import logger
 from tfdist.data.spec import Structure
 from tfdist.errors import TrainingError, UserError, one_line, printable
+from tfdist.keras_bridge import setups
 
 HELD_S = 1.0  # least seconds of training between two states that are held in memory for when a worker is lost
 HELD_SHARE = 0.01  # the largest share of the time that holding them may take
@@ -88,6 +89,8 @@ class Checkpoints:
         self._updates, self._seconds = schedule.interval(self._every, run.updates_per_epoch, run.global_batch)
         chosen = None
         self.facts |= run.facts
+        if not self._experiment:  # which would tell what else has changed
+            self.facts |= setups.of_training(run.model)
         if run.distribution.is_chief:
             self._storage.begin()
             if self._resume != "never":

@@ -156,7 +156,7 @@ def share(model: keras.Model, distribution: Distribution) -> None:
 
     The random layers of each replica get seeds of their own again.
     """
-    optimizers = [v for optimizer in preconditions.optimizers(model) for v in optimizer.variables]
+    optimizers = [v for optimizer in preconditions.optimizers(model) for v in keras_internals.state(optimizer)]
     variables = [*model.trainable_variables, *model.non_trainable_variables, *optimizers]
     values = [keras_internals.read_copy(keras_internals.copies(v)[0]).numpy() for v in variables]
     values = broadcast_bits(distribution, values if distribution.is_chief else [np.zeros_like(v) for v in values])
@@ -188,7 +188,7 @@ def separate_streams(model: keras.Model, distribution: Distribution, apart: bool
 def _shared(model: keras.Model) -> list[tuple[str, keras.Variable]]:
     parts = {"model": _parts(model)[0], "carried": keras_internals.carried_states(model), "optimizer": []}
     for number, optimizer in enumerate(preconditions.optimizers(model)):
-        parts[f"optimizer{number + 1}" if number else "optimizer"] = optimizer.variables
+        parts[f"optimizer{number + 1}" if number else "optimizer"] = keras_internals.state(optimizer)
     return _named(SHARED, parts)
 
 

@@ -245,11 +245,11 @@ def _check_code(
     requested: ModelRequest, experiment: config.Experiment, plain: "keras.Model", recorded: Mapping[str, object]
 ) -> None:
     """Refuses functions of the user's, or what they make of the data, that are others than those of the training."""
-    from tfdist.keras_bridge import preconditions
+    from tfdist.keras_bridge import setups
 
     differing = lambda here: [name for name, digest in here.items() if recorded.get(name, digest) != digest]
     code = user_functions.code_digests(own_work.functions(experiment).values())
-    changed = differing(code) or differing(preconditions.setup(plain))
+    changed = differing(code) or differing(setups.of_model(plain))
     if changed and not requested.trust_code:
         what = f"{', '.join(changed)} has changed since {requested.name} was trained, so the model may be another"
         raise UserError(what, f"bring it back, give --model={requested.shown(requested.path / MODEL)}, or --trust_code")

@@ -475,6 +475,15 @@ def updating(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Opt
     return list(getattr(inner, "optimizers", [inner]))
 
 
+def state(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns the variables of an optimizer, which lists none that one in a `LossScaleOptimizer` sets as an attribute.
+
+    Such is Nadam's product of momenta: `LossScaleOptimizer.build` turns off what would take it into the list.
+    """
+    values = [value for one in updating(optimizer) for value in vars(one).values() if isinstance(value, keras.Variable)]
+    return list({id(v): v for v in [*optimizer.variables, *values]}.values())
+
+
 def rate_setting(
     optimizer: keras.optimizers.Optimizer,
 ) -> keras.Variable | keras.optimizers.schedules.LearningRateSchedule | None:

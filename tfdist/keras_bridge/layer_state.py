@@ -181,7 +181,7 @@ def foreign(model: keras.Model, writes: Iterable[Write]) -> list[Write]:
     if not others:
         return []
     optimizers = preconditions.optimizers(model)
-    owned = _ids(v for optimizer in optimizers for v in [*optimizer.variables, *zero.slices(optimizer)])
+    owned = _ids(v for optimizer in optimizers for v in [*keras_internals.state(optimizer), *zero.slices(optimizer)])
     return [w for w in others if id(w.variable) not in owned]
 
 

@@ -1,21 +1,17 @@
 """What `fit`, `evaluate` and `predict` refuse, before anything is compiled."""
 
 import contextlib
-import hashlib
 import inspect
-import json
 import numbers
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist import config
 from tfdist.config import field_syntax
-from tfdist.config.user_functions import SETUP
 from tfdist.data import sources
 from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
@@ -209,31 +205,6 @@ def same_model(model: keras.Model, distribution: Distribution, compiled: bool) -
                 facts |= _settings(name, part)
     fix = "build and compile the same model on all workers"
     distribution.peers.check_same(facts, "the model", "layers or arguments of compile()", fix)
-
-
-def setup(model: keras.Model) -> dict[str, str]:
-    """Returns by name a digest of what a model computes with besides weights: settings and vocabularies of its layers.
-
-    The names differ between versions of Keras, which add settings.
-    """
-
-    left_out = {*_OF_PROCESS, "synchronized", "trainable", "shared_object_id"}
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: plain(part) for name, part in value.items() if name not in left_out}
-        if isinstance(value, list | tuple):
-            return [plain(part) for part in value]
-        value = value.tolist() if hasattr(value, "tolist") else value
-        return value if isinstance(value, str | int | float | list | None) else type(value).__name__
-
-    parts: list[object] = [keras_internals.vocabularies(model)]
-    for layer in keras_internals.flat_layers(model):
-        parts.append(type(layer).__name__)
-        with contextlib.suppress(Exception):  # a layer of the user's need not have a configuration
-            parts.append(plain(layer.get_config()))
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-    return {f"{SETUP} (Keras {keras.__version__})": digest}
 
 
 def same_weights(model: keras.Model, distribution: Distribution) -> None:

@@ -2,9 +2,6 @@
 
 import contextlib
 import copy
-import functools
-import hashlib
-import inspect
 import json
 import os
 import pathlib
@@ -29,7 +26,7 @@ from tfdist.config.user_functions import CODE
 from tfdist.data import batches
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, TrainingError, UserError, one_line
-from tfdist.keras_bridge import keras_internals
+from tfdist.keras_bridge import keras_internals, setups
 from tfdist.monitoring import fit_report
 from tfdist.trainer.worker_session import Signals
 
@@ -41,7 +38,6 @@ _SETTINGS = (
     *("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "shuffle", "class_weight", "validation_split"),
     *("validation_steps", "validation_batch_size", "validation_freq"),
 )
-_IDLE = {"seed", "verbose", "filepath", "filename", "log_dir", "backup_dir"}  # drawn, told by the time, or for show
 
 
 class KeptFits:
@@ -201,7 +197,7 @@ class KeptFits:
 def _sealed(record: dict[str, Any]) -> dict[str, Any]:
     """Returns the record of a call with a checksum of its content; those of 0.2.0 have none."""
     content = {name: value for name, value in record.items() if name not in ("sha256", "changed")}
-    return content | {"sha256": _digest(json.dumps(content, sort_keys=True))}
+    return content | {"sha256": setups.digest(json.dumps(content, sort_keys=True))}
 
 
 # Names of what draws at random, as they are in the code of a data set.
@@ -211,20 +207,16 @@ _DRAWS = re.compile(r"random|rand|randn|randint|rng|beta|choice|integers|\w*norm
 def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
     """Returns what must be the same when a call of `fit` is continued."""
     code = user_functions.loaded_files([*sys.modules])
-    facts = {f"{CODE} {os.path.relpath(path)}": _digest(user_functions.syntax(path)) for path in code}
+    facts = {f"{CODE} {os.path.relpath(path)}": setups.digest(user_functions.syntax(path)) for path in code}
     facts |= user_functions.settings_read() | {"arguments": str(sys.argv[1:])}
     facts |= {name: str(arguments[name]) for name in _SETTINGS if arguments.get(name) is not None}
-    losses = keras.tree.flatten(model.loss) if model.compiled else []  # whose `get_config` leaves numbers out
-    parts = [*keras_internals.flat_layers(model), *losses, *keras_internals.compiled_with(model)]
-    parts += [*(getattr(loss, "__dict__", "") for loss in losses), keras_internals.vocabularies(model)]
-    with contextlib.suppress(Exception):  # of what cannot be saved
-        parts.append(model.get_compile_config())
+    parts = [*keras_internals.flat_layers(model), *setups.compiled_with(model), keras_internals.vocabularies(model)]
     kept = [callback for callback in _callbacks(arguments) if not training_run.starts_anew(callback)]
-    for name, setups in ("callbacks", kept), ("model", parts):
-        facts[f"the setup of the {name}"] = _digest([_text(setup) for setup in setups])
+    for name, made in ("callbacks", kept), ("model", parts):
+        facts[f"the setup of the {name}"] = setups.digest([setups.text(part) for part in made])
     data = {name: arguments.get(name) for name in ("x", "y", "sample_weight", "validation_data")}
-    facts |= {f"{CONTENT} {name}": _digest(part) for name, part in data.items() if _in_memory(part)}
-    facts[STARTING] = _digest(model.get_weights())
+    facts |= {f"{CONTENT} {name}": setups.digest(part) for name, part in data.items() if _in_memory(part)}
+    facts[STARTING] = setups.digest(model.get_weights())
     if model.compiled:
         optimizer = keras_internals.inner_optimizer(model.optimizer)
         with contextlib.suppress(NotImplementedError):  # of a schedule of the script's own
@@ -235,51 +227,6 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
 def _checksums(names: Iterable[str]) -> dict[str, str]:
     """Returns the checksums of those files that there are."""
     return {name: files.checksum(path)["sha256"] for name in names if (path := pathlib.Path(name)).is_file()}
-
-
-def _digest(data: Any) -> str:
-    """Returns a digest of arrays, which may be larger than the memory, or of text."""
-    digest = hashlib.sha256()
-    for leaf in keras.tree.flatten(data):
-        digest.update(f"{getattr(leaf, 'shape', '')} {getattr(leaf, 'dtype', '')}".encode())
-        column = leaf if getattr(leaf, "shape", ()) else [leaf]
-        rows = max(1, (1 << 24) // max(1, np.asarray(column[:1]).nbytes))
-        for part in (np.asarray(column[i : i + rows]) for i in range(0, len(column), rows)):
-            digest.update(repr(part.tolist()).encode() if part.dtype.kind in "OU" else part.tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _text(thing: Any) -> str:
-    with contextlib.suppress(Exception):  # of what refers to itself
-        # Layers without a seed draw one, and BatchNormalization is synchronized where there are several replicas.
-        return re.sub(r'"seed": \d+|"synchronized": \w+', "", json.dumps(thing, default=_setup, skipkeys=True))
-    return ""
-
-
-def _setup(thing: Any) -> object:
-    """Returns what a function reads, or what an object was made with, as far as it tells."""
-    if hasattr(thing, "__array__"):
-        return _digest(thing)
-    if isinstance(thing, set | frozenset):
-        return sorted(map(repr, thing))
-    if isinstance(thing, functools.partial):
-        return [thing.func, thing.args, thing.keywords]
-    if inspect.ismethod(thing):
-        return [thing.__func__, {n: v for n, v in vars(thing.__self__).items() if isinstance(v, str | int | float)}]
-    if inspect.isfunction(thing):
-        read = inspect.getclosurevars(thing)
-        values = {**read.globals, **read.nonlocals, "defaults": [thing.__defaults__, thing.__kwdefaults__]}
-        own = lambda value: inspect.isfunction(value) and value is not thing and user_functions.is_own(value)
-        return {name: value for name, value in values.items() if not callable(value) or own(value)}
-    made: dict[str, Any] = {"": type(thing).__name__}
-    with contextlib.suppress(Exception):
-        names = inspect.signature(type(thing)).parameters
-        made |= {name: getattr(thing, name, None) for name in names if name not in _IDLE}
-        if "min_delta" in made:  # whose sign Keras changes in the first fit of a callback
-            made["min_delta"] = abs(made["min_delta"])
-    with contextlib.suppress(Exception):
-        made["config"] = thing.get_config()
-    return made
 
 
 def _callbacks(arguments: Mapping[str, Any]) -> list[keras.callbacks.Callback]:

@@ -63,7 +63,7 @@ def step_of(
     except UNREADABLE as error:
         raise explained(error, None, None, distribution.peers) from error
     step.build(rows, source.bare, outputs_only, lambda: source.spread_rows(batch))
-    optimizer = [] if outputs_only else [v for o in preconditions.optimizers(model) for v in o.variables]
+    optimizer = [] if outputs_only else [v for o in preconditions.optimizers(model) for v in keras_internals.state(o)]
     preconditions.same_weights(model, distribution)
     distribution.broadcast([*model.variables, *optimizer])
     if not outputs_only:

@@ -166,7 +166,7 @@ def _specs(source: Source, layout: Layout) -> tuple[list[tf.TensorSpec], Structu
 
 def _program(text: str, traced: Any, specs: list[tf.TensorSpec], layout: Layout, model: keras.Model) -> Program:
     """Finds out which argument and which result is which variable; XLA keeps to the order of the function's inputs."""
-    owners = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
+    owners = [*model.variables, *model.metrics_variables, *keras_internals.state(model.optimizer)]
     handles = {id(v.value.handle): v for v in owners}
     variables = [handles.get(id(tensor), tensor) for tensor in traced.captured_inputs]
     written = set()

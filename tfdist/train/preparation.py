@@ -18,7 +18,7 @@ from tfdist.data.datasets import registry
 from tfdist.data.loaded import Loaded
 from tfdist.distributed.connect import Placement
 from tfdist.distributed.distribution import Distribution
-from tfdist.keras_bridge import batch_norm, preconditions
+from tfdist.keras_bridge import batch_norm, setups
 from tfdist.models import build as models
 from tfdist.models import objective, optimizers
 
@@ -93,7 +93,7 @@ def prepare(
         )
     model_file = experiment.model.name if experiment.model.name.endswith(config.FILE) else ""
     sha256 = files.checksum(pathlib.Path(model_file).expanduser())["sha256"] if model_file else ""
-    code = user_functions.code_digests(own_work.functions(experiment).values()) | preconditions.setup(model)
+    code = user_functions.code_digests(own_work.functions(experiment).values()) | setups.of_model(model)
     checkpoints = manager.Checkpoints(
         folder.checkpoints,
         every=experiment.checkpoint.every,

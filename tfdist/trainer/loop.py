@@ -147,7 +147,7 @@ class FitLoop:
             self._step.reset()  # else they have just been restored, with what a callback has measured
         # Callbacks begin the epoch a second time: a rate that they halve there has been halved before the checkpoint.
         optimizers = preconditions.optimizers(self._model) if position.begun else []
-        kept = [self._model.variables, self._model.metrics_variables, *(o.variables for o in optimizers)]
+        kept = [self._model.variables, self._model.metrics_variables, *map(keras_internals.state, optimizers)]
         restored = layer_state.Snapshot([v for part in kept for v in part] if position.begun else [])
         self._callbacks.on_epoch_begin(epoch)
         restored.put_back()

@@ -113,7 +113,7 @@ class TrainingPlan:
         """Returns the training as checkpoints see it."""
         options, batch = self.options, self.layout.batch
         validation = self.validation.source if self.validation else None
-        facts = data_facts(self.source, validation) if options.checkpoints else {}
+        facts = data_facts(self.source, validation) | {"shuffle": options.shuffle} if options.checkpoints else {}
         data = batch, self.updates_per_epoch, options.seed, self.source.size, options.virtual_replicas, facts
         return TrainingRun(self.model, options.distribution, self.callbacks, *data)
 

@@ -48,7 +48,7 @@ class ReplicaSyncCheck:
         if self._optimizers:
             optimizers = preconditions.optimizers(model)
             sliced = zero.slots(optimizers)  # of which each replica has its own
-            variables += [v for optimizer in optimizers for v in optimizer.variables if id(v) not in sliced]
+            variables += [v for one in optimizers for v in keras_internals.state(one) if id(v) not in sliced]
         gather, place_of = self._distribution.peers.gather, self._distribution.place_of
         shapes = [tuple(variable.shape) for variable in variables]
         digest = [hashlib.sha256(repr((shapes, sums)).encode()).hexdigest() for sums in self._checksums(variables)]

@@ -1,0 +1,117 @@
+"""Digests of what models, losses and callbacks compute with besides their weights, as far as their settings tell."""
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config import user_functions
+from tfdist.config.user_functions import SETUP
+from tfdist.keras_bridge import keras_internals
+
+_IDLE = {"seed", "verbose", "filepath", "filename", "log_dir", "backup_dir"}  # drawn, told by the time, or for show
+_OF_PROCESS = ("seed", "synchronized", "code")
+"""Settings that are drawn, that follow the number of replicas, or that are compared as files: a Lambda's code has the
+number of its line in it."""
+_OF_MODEL = ("name", "layers", "input_layers", "output_layers", "dtype", "vocabulary", "build_config", "trainable")
+"""Settings of layers that follow the process, or that are those of other layers."""
+
+
+def of_model(model: keras.Model) -> dict[str, str]:
+    """Returns by name a digest of what a model computes with besides its weights.
+
+    Such are settings and vocabularies of its layers, and the numbers that layers of the user's hold. The name differs
+    between versions of Keras, which add settings.
+    """
+    parts = [repr(keras_internals.vocabularies(model))]
+    usual = {*vars(keras.Model(name="usual")), "stop_training", "_self_update_uid"}  # the last two come with a use
+    for layer in keras_internals.flat_layers(model):
+        own = vars(layer) if user_functions.is_own(type(layer)) else {}
+        numbers = int, float, str, np.ndarray, tf.Tensor
+        held = {name: value for name, value in own.items() if name not in usual and isinstance(value, numbers)}
+        parts += [type(layer).__name__, text(layer, _OF_MODEL), text(held)]
+    return {f"{SETUP} (Keras {keras.__version__})": digest(parts)}
+
+
+def of_training(model: keras.Model) -> dict[str, str]:
+    """Returns digests, by names that differ between versions of Keras, of a compiled model and what it is trained with.
+
+    A learning rate that is a number counts before the first update alone, as callbacks set it in a training.
+    """
+    ((name, of_layers),) = of_model(model).items()
+    parts = [of_layers, *(text(part, _OF_MODEL) for part in compiled_with(model))]
+    parts = [re.sub(r'"learning_rate": [\d.e+-]+', "", part) for part in parts]
+    facts = {f"{name} and its training": digest(parts)}
+    optimizer = getattr(model, "optimizer", None)
+    rate = keras_internals.rate_setting(keras_internals.updating(optimizer)[0]) if optimizer else None
+    if isinstance(rate, keras.Variable) and not int(keras_internals.counter(optimizer)):
+        facts["the learning rate"] = f"{float(rate):.7g}"
+    return facts
+
+
+def compiled_with(model: keras.Model) -> list[object]:
+    """Returns the losses, metrics and optimizer of a model, and their settings."""
+    losses = keras.tree.flatten(model.loss) if model.compiled else []  # whose `get_config` leaves numbers out
+    parts = [*losses, *keras_internals.compiled_with(model), *(getattr(loss, "__dict__", "") for loss in losses)]
+    with contextlib.suppress(Exception):  # of what cannot be saved
+        parts.append(model.get_compile_config())
+    return parts
+
+
+def digest(data: Any) -> str:
+    """Returns a digest of arrays, which may be larger than the memory, or of text."""
+    digest = hashlib.sha256()
+    for leaf in keras.tree.flatten(data):
+        digest.update(f"{getattr(leaf, 'shape', '')} {getattr(leaf, 'dtype', '')}".encode())
+        column = leaf if getattr(leaf, "shape", ()) else [leaf]
+        rows = max(1, (1 << 24) // max(1, np.asarray(column[:1]).nbytes))
+        for part in (np.asarray(column[i : i + rows]) for i in range(0, len(column), rows)):
+            digest.update(repr(part.tolist()).encode() if part.dtype.kind in "OU" else part.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def text(thing: Any, left_out: Iterable[str] = ()) -> str:
+    """Returns what is known of the setup of an object, without entries of these names."""
+
+    def without(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: without(part) for name, part in value.items() if name not in {*_OF_PROCESS, *left_out}}
+        return [without(part) for part in value] if isinstance(value, list) else value
+
+    with contextlib.suppress(Exception):  # of what refers to itself
+        return json.dumps(without(json.loads(json.dumps(thing, default=_setup, skipkeys=True))))
+    return ""
+
+
+def _setup(thing: Any) -> object:
+    """Returns what a function reads, or what an object was made with, as far as it tells."""
+    if hasattr(thing, "__array__"):
+        return digest(thing)
+    if isinstance(thing, set | frozenset):
+        return sorted(map(repr, thing))
+    if isinstance(thing, functools.partial):
+        return [thing.func, thing.args, thing.keywords]
+    if inspect.ismethod(thing):
+        return [thing.__func__, {n: v for n, v in vars(thing.__self__).items() if isinstance(v, str | int | float)}]
+    if inspect.isfunction(thing):
+        read = inspect.getclosurevars(thing)
+        values = {**read.globals, **read.nonlocals, "defaults": [thing.__defaults__, thing.__kwdefaults__]}
+        own = lambda value: inspect.isfunction(value) and value is not thing and user_functions.is_own(value)
+        return {name: value for name, value in values.items() if not callable(value) or own(value)}
+    made: dict[str, Any] = {"": type(thing).__name__}
+    with contextlib.suppress(Exception):
+        names = inspect.signature(type(thing)).parameters
+        made |= {name: getattr(thing, name, None) for name in names if name not in _IDLE}
+        if "min_delta" in made:  # whose sign Keras changes in the first fit of a callback
+            made["min_delta"] = abs(made["min_delta"])
+    with contextlib.suppress(Exception):
+        made["config"] = thing.get_config()
+    return made
