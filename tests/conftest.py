@@ -33,10 +33,10 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 logging.disable()  # pytest would print what it says behind its own last line
 EIGHT = tfdist.connect("mirrored", virtual_devices=8, threads=1)
 logging.disable(logging.NOTSET)
-from tfdist.verification import checked_models  # noqa: E402  it loads TensorFlow, which must not have started before
+from tfdist.verification import equivalence_check  # noqa: E402  it loads TensorFlow, which must not have started before
 
 # Else models that have passed in an earlier run of the tests would not be checked in this one.
-checked_models.folder = functools.cache(lambda: pathlib.Path(tempfile.mkdtemp(prefix="checked-models-")))
+equivalence_check.passed_folder = functools.cache(lambda: pathlib.Path(tempfile.mkdtemp(prefix="checked-models-")))
 processes.settle()
 
 

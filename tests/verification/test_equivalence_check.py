@@ -12,14 +12,14 @@ from support import training_cases
 
 import tfdist
 from tfdist.keras_bridge import batch_norm, keras_internals
-from tfdist.verification import checked_models, equivalence_check
+from tfdist.verification import equivalence_check
 
 L = keras.layers
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(checked_models, "folder", lambda: tmp_path)
+    monkeypatch.setattr(equivalence_check, "passed_folder", lambda: tmp_path)
 
 
 def data(n=24):

@@ -10,7 +10,7 @@ from programs.surface.layers import CentersTheBatch, CountsExamples
 
 import tfdist
 from tfdist.step import step_calls
-from tfdist.verification import checked_models
+from tfdist.verification import equivalence_check
 
 L, ops = keras.layers, keras.ops
 X = np.random.default_rng(0).normal(size=(22, 6)).astype("float32")
@@ -19,7 +19,7 @@ Y = np.random.default_rng(1).normal(size=(22, 1)).astype("float32")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(checked_models, "folder", lambda: tmp_path)
+    monkeypatch.setattr(equivalence_check, "passed_folder", lambda: tmp_path)
 
 
 def made(distribution, *layers, model=keras.Model, loss="mse", compiled=True):

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import re
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,9 +14,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.config import user_functions
+from tfdist.config import cpu_kernels, user_functions
 from tfdist.config.user_functions import SETUP
-from tfdist.keras_bridge import keras_internals
+from tfdist.data.spec import Structure
+from tfdist.distributed.distribution import Distribution
+from tfdist.keras_bridge import keras_internals, preconditions, row_mixing
 
 _IDLE = {"seed", "verbose", "filepath", "filename", "log_dir", "backup_dir"}  # drawn, told by the time, or for show
 _OF_PROCESS = ("seed", "synchronized", "code")
@@ -23,6 +26,8 @@ _OF_PROCESS = ("seed", "synchronized", "code")
 number of its line in it."""
 _OF_MODEL = ("name", "layers", "input_layers", "output_layers", "dtype", "vocabulary", "build_config", "trainable")
 """Settings of layers that follow the process, or that are those of other layers."""
+_WRAPPERS = keras.layers.TFSMLayer, keras.layers.JaxLayer, keras.layers.FlaxLayer, keras.layers.TorchModuleWrapper
+"""Layers of Keras' that compute what somebody else has written."""
 
 
 def of_model(model: keras.Model) -> dict[str, str]:
@@ -115,3 +120,53 @@ def _setup(thing: Any) -> object:
     with contextlib.suppress(Exception):
         made["config"] = thing.get_config()
     return made
+
+
+def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure, kind: str, comparison: str) -> str:
+    """Returns a digest of all that decides whether replicas agree on a model: its settings and the versions.
+
+    Only a training depends on optimizers, and a prediction not even on losses. It is empty if some of the code is the
+    user's own, and the model is to be checked each time: globals, files and data may decide what that computes.
+    """
+    import tfdist
+
+    if may_be_rare(model, kind):
+        return ""
+    layers, optimizers = keras_internals.flat_layers(model), preconditions.optimizers(model) if kind == "train" else []
+    parts: list[str] = [tf.__version__, keras.__version__, tfdist.__version__, distribution.name]
+    parts += [str(distribution.replicas), kind, comparison, distribution.jit, cpu_kernels.in_use()]
+    parts += [f"{tuple(t.shape)} {t.dtype}" for t in keras.tree.flatten(rows)]
+    parts += [f"{v.name} {v.shape} {v.dtype} {v.trainable}" for v in model.variables]
+    try:
+        text = json.dumps([*parts, layers, _compiled(model, kind)], default=_described)
+    except (TypeError, ValueError, NotImplementedError):
+        return ""
+    # Keras numbers the layers of a process: the same model has other names each time that it is built.
+    for number, name in enumerate(dict.fromkeys(thing.name for thing in [*layers, *optimizers])):
+        text = text.replace(repr(name), f"#{number}")
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _described(thing: Any) -> list[str]:
+    kind = thing if isinstance(thing, type | types.FunctionType) else type(thing)
+    has_settings = not isinstance(thing, type) and hasattr(thing, "get_config")
+    return [kind.__module__, kind.__qualname__, repr(thing.get_config() if has_settings else "")]
+
+
+def _compiled(model: keras.Model, kind: str) -> list:
+    """Returns what `compile` was given that decides about a computation."""
+    optimizers = preconditions.optimizers(model) if kind == "train" else []
+    return [*optimizers, *(keras_internals.compiled_with(model) if kind != "predict" else [])]
+
+
+def runs_own(model: keras.Model, kind: str) -> bool:
+    """Returns whether some of the code of a computation is not Keras'."""
+    methods = {"train": preconditions.TRAINING, "test": preconditions.EVALUATION, "predict": preconditions.PREDICTION}
+    layers = keras_internals.flat_layers(model)
+    own = preconditions.replaced(model, methods[kind]) or any(isinstance(layer, _WRAPPERS) for layer in layers)
+    return bool(own) or user_functions.runs_own([*layers, *_compiled(model, kind)])
+
+
+def may_be_rare(model: keras.Model, kind: str) -> bool:
+    """Returns whether a computation may look across a batch for rare rows or later weights only."""
+    return runs_own(model, kind) or bool(row_mixing.operation(model))

@@ -8,6 +8,7 @@ compute something across a batch for rare rows or for later weights only: its ch
 """
 
 import contextlib
+import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.config import local_files
 from tfdist.config.messages import logger
 from tfdist.data.arrays import crc
 from tfdist.data.protocol import Source
@@ -23,10 +25,10 @@ from tfdist.data.spec import Structure
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, preconditions
 from tfdist.keras_bridge.loss import SAMPLE_ROWS
+from tfdist.keras_bridge.setups import fingerprint, may_be_rare, runs_own
 from tfdist.step import step_calls
 from tfdist.step.step import Step
-from tfdist.verification import checked_models, disagreement
-from tfdist.verification.checked_models import may_be_rare, runs_own
+from tfdist.verification import disagreement
 from tfdist.verification.disagreement import CONTEXT, fix_of
 from tfdist.verification.equivalence_probe import STATE, Comparison, EquivalenceProbe, ProbeResult
 
@@ -40,6 +42,11 @@ NO_ROUNDING, NO_ROUNDING_IN_FLOAT64 = 0.05, 1e-4
 """Relative changes that rounding never makes if the same rows give the same again; in float64 of the gradient, too."""
 LARGE = 1e4  # factor of gradients by which a step of the user's own is seen to clip those of some rows only
 _VERB = {"train": "agree on", "test": "agree on measuring", "predict": "agree on predicting with"}
+
+
+def passed_folder() -> pathlib.Path:
+    """Returns the folder of the user's cache that records which models have passed."""
+    return local_files.cache("checked")
 
 
 def check_training(step: Step, source: Source, choice: str, virtual_replicas: int = 0, accumulate: int = 1) -> None:
@@ -303,9 +310,9 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
             "use --strategy=default with whole batches, or accept it with --check_agreement=off",
         )
     distribution = step.distribution
-    mark = checked_models.fingerprint(step.model, distribution, rows, comparison) if choice == "auto" else ""
+    mark = fingerprint(step.model, distribution, rows, comparison.kind, str(comparison)) if choice == "auto" else ""
     key = comparison._replace(divides=False, as_given=False), len(rows)
-    passed = choice == "auto" and (key in step.checked or bool(mark and (checked_models.folder() / mark).exists()))
+    passed = choice == "auto" and (key in step.checked or bool(mark and (passed_folder() / mark).exists()))
     states = distribution.peers.gather("whether the model has been checked", [passed, crc(rows)])
     if all(passed for passed, _ in states):
         step.checked.setdefault(key)
@@ -370,8 +377,8 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         raise UserError(disagreement.message(step, rows, comparison, disagreements, probe.adding))
     if mark and differ:
         with contextlib.suppress(OSError):  # without a writable cache it is checked again
-            checked_models.folder().mkdir(parents=True, exist_ok=True)
-            (checked_models.folder() / mark).touch()
+            passed_folder().mkdir(parents=True, exist_ok=True)
+            (passed_folder() / mark).touch()
     step.checked[key] = probe if not step.model.run_eagerly and (rare or not differ) else None
     most = max((d for n, d in outcome.distances.items() if n != "the gradient"), default=0.0)
     numbers = f"{'outputs' if comparison.kind == 'predict' else 'loss'} {most:.0e}"
