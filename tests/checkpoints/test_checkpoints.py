@@ -391,9 +391,71 @@ def test_other_inputs_that_are_read_by_number_are_refused(connect, tmp_path):
 
 def test_another_model_is_refused(connect, tmp_path):
     train(connect(1), checkpoints=kept(tmp_path, every="1 epoch"))
-    with pytest.raises(UserError, match=r"the checkpoint does not match this model .*kernel is float32"):
-        other = model(connect(1), kernels=4)
-        train(connect(1), made=other, checkpoints=kept(tmp_path, every="1 epoch"))
+    for changed, words in (False, r"another experiment \(the setup of the model"), (True, "model .*kernel is float32"):
+        with pytest.raises(UserError, match=words):
+            other = model(connect(1), kernels=4)
+            train(connect(1), made=other, checkpoints=kept(tmp_path, every="1 epoch", changed=changed))
+
+
+def squared(a, b):
+    return (a - b) ** 2
+
+
+def apart(a, b):
+    return abs(a - b)
+
+
+class Times(L.Layer):
+    """Multiplies by what it holds, which is no setting that Keras knows, and counts its calls."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held = held() if callable(held) else held
+        self.calls = 0.0
+
+    def call(self, x):
+        self.calls += 1.0
+        return x * (self.held[0] if isinstance(self.held, list) else self.held)
+
+
+def setup(middle=lambda h: h, loss="mse", rate=0.1, shuffle=True, **options):
+    keras.utils.set_random_seed(1)
+    x = keras.Input((3,))
+    made = keras.Model(x, L.Dense(1)(middle(L.Dense(3, name="first")(x))))
+    made.compile(keras.optimizers.SGD(rate, **options), loss)
+    return made, shuffle
+
+
+CHANGED_SETUPS = [
+    ({}, {"loss": "mae"}), ({}, {"rate": 0.2}), ({}, {"clipnorm": 1.0}), ({}, {"shuffle": False}),
+    ({"loss": squared}, {"loss": apart}), ({"middle": L.ReLU()}, {"middle": L.ELU()}),
+    *(({"rate": kind(0.1, 9)}, {"rate": kind(0.2, 9)}) for kind in [keras.optimizers.schedules.CosineDecay]),
+    ({"middle": lambda h: h * 2.0}, {"middle": lambda h: h * 5.0}),
+    ({"middle": lambda h: keras.ops.sin(h)}, {"middle": lambda h: keras.ops.cos(h)}),
+    ({"middle": lambda h: L.Subtract()([h, h * h])}, {"middle": lambda h: L.Subtract()([h * h, h])}),
+    *(({"middle": lambda h, k=k: Times(k(2.0))(h)}, {"middle": lambda h, k=k: Times(k(5.0))(h)})
+      for k in (float, np.float32, lambda v: [v], lambda v: lambda: tf.constant(v))),
+    ({"middle": L.Lambda(lambda h: h * 2.0)}, {"middle": L.Lambda(lambda h: h * 5.0)}),
+    ({"middle": L.Rescaling(np.array(2.0))}, {"middle": L.Rescaling(np.array(5.0))}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("before, after", CHANGED_SETUPS, ids=map(str, range(len(CHANGED_SETUPS))))
+def test_another_setup_is_refused_and_the_same_goes_on(connect, tmp_path, before, after):
+    """The folder's weights and history were taken for those of the new one."""
+    x = np.random.default_rng(0).normal(size=(20, 3)).astype("float32")
+
+    def fit(made, shuffle, epochs):
+        again = tfdist.Checkpoints(tmp_path, every="1 epoch")
+        options = {"distribution": connect(1), "verbose": 0, "shuffle": shuffle, "checkpoints": again}
+        return tfdist.fit(made, x, x[:, :1], 10, epochs, **options).history["loss"]
+
+    made, shuffle = setup(**before)
+    first = fit(made, shuffle, 1)
+    assert fit(*setup(**before), 2)[:1] == first, "built anew"
+    assert len(fit(made, shuffle, 3)) == 3, "the same object"
+    with pytest.raises(UserError, match=r"another experiment \((the setup of|the learning rate|shuffle is)"):
+        fit(*setup(**after), 4)
 
 
 def test_options_are_checked_like_the_fields_of_an_experiment(tmp_path):

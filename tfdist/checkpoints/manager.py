@@ -109,6 +109,7 @@ class Checkpoints:
             return None
         self.resumed_from = position.update
         if chosen:
+            self.facts = chosen.state.get("facts", {}) | self.facts  # a rate is a fact of the first start alone
             self.kept = files.newest_first(self.folder)[::-1]
             logger.info(f"resuming after update {position.update} from {self._storage.shown(chosen.path)}")
         self._last = time.monotonic()

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import inspect
 import json
-import re
+import platform
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -26,6 +26,7 @@ _OF_PROCESS = ("seed", "synchronized", "code")
 number of its line in it."""
 _OF_MODEL = ("name", "layers", "input_layers", "output_layers", "dtype", "vocabulary", "build_config", "trainable")
 """Settings of layers that follow the process, or that are those of other layers."""
+_FIRST = "_tfdist_setup"  # attribute of a model with what its layers held at first
 _WRAPPERS = keras.layers.TFSMLayer, keras.layers.JaxLayer, keras.layers.FlaxLayer, keras.layers.TorchModuleWrapper
 """Layers of Keras' that compute what somebody else has written."""
 
@@ -33,33 +34,88 @@ _WRAPPERS = keras.layers.TFSMLayer, keras.layers.JaxLayer, keras.layers.FlaxLaye
 def of_model(model: keras.Model) -> dict[str, str]:
     """Returns by name a digest of what a model computes with besides its weights.
 
-    Such are settings and vocabularies of its layers, and the numbers that layers of the user's hold. The name differs
-    between versions of Keras, which add settings.
+    Such are settings and vocabularies of its layers, the operations between them, and what layers of the user's do and
+    hold. The name differs between versions of Keras, which add settings, and of Python, which compile otherwise.
     """
-    parts = [repr(keras_internals.vocabularies(model))]
-    usual = {*vars(keras.Model(name="usual")), "stop_training", "_self_update_uid"}  # the last two come with a use
-    for layer in keras_internals.flat_layers(model):
-        own = vars(layer) if user_functions.is_own(type(layer)) else {}
-        numbers = int, float, str, np.ndarray, tf.Tensor
-        held = {name: value for name, value in own.items() if name not in usual and isinstance(value, numbers)}
-        parts += [type(layer).__name__, text(layer, _OF_MODEL), text(held)]
-    return {f"{SETUP} (Keras {keras.__version__})": digest(parts)}
+    layers = keras_internals.flat_layers(model)
+    parts = [repr(keras_internals.vocabularies(model)), text(_graph(model), _OF_MODEL), _held(model)]
+    parts += [f"{type(layer).__name__} {text(layer, _OF_MODEL)}" for layer in layers]
+    return {f"{SETUP} (Keras {keras.__version__}, Python {platform.python_version()})": digest(parts)}
 
 
 def of_training(model: keras.Model) -> dict[str, str]:
-    """Returns digests, by names that differ between versions of Keras, of a compiled model and what it is trained with.
+    """Returns the digest of `of_model` for a compiled model and what it is trained with.
 
     A learning rate that is a number counts before the first update alone, as callbacks set it in a training.
     """
     ((name, of_layers),) = of_model(model).items()
-    parts = [of_layers, *(text(part, _OF_MODEL) for part in compiled_with(model))]
-    parts = [re.sub(r'"learning_rate": [\d.e+-]+', "", part) for part in parts]
-    facts = {f"{name} and its training": digest(parts)}
+    compiled = compiled_with(model)
+    for settings in (part for part in compiled if isinstance(part, dict) and "optimizer" in part):
+        optimizer = settings["optimizer"]["config"]
+        optimizer = optimizer.get("inner_optimizer", {}).get("config", optimizer)
+        if isinstance(optimizer.get("learning_rate"), float):
+            optimizer["learning_rate"] = "a number"
+    code = [part for thing in keras.tree.flatten(compiled) for part in _code_of(thing)]
+    facts = {f"{name} and its training": digest([of_layers, *(text(part, _OF_MODEL) for part in [*compiled, code])])}
     optimizer = getattr(model, "optimizer", None)
     rate = keras_internals.rate_setting(keras_internals.updating(optimizer)[0]) if optimizer else None
     if isinstance(rate, keras.Variable) and not int(keras_internals.counter(optimizer)):
         facts["the learning rate"] = f"{float(rate):.7g}"
     return facts
+
+
+def _graph(model: keras.Model) -> list:
+    """Returns the operations of the graphs of layers with their arguments: of tensors, the operation they come from."""
+    places: dict[int, str] = {}
+    place = lambda value: places.get(id(value), "input") if isinstance(value, keras.KerasTensor) else value
+    found = []
+    for number, node in enumerate(keras_internals.nodes(model)):
+        given = keras.tree.map_structure(place, [*node.arguments.args, node.arguments.kwargs])
+        own = "" if isinstance(node.operation, keras.Layer) else node.operation  # layers are described elsewhere
+        found.append([type(node.operation).__name__, own, given])
+        places |= {id(tensor): f"{number}.{i}" for i, tensor in enumerate(node.output_tensors)}
+    return found
+
+
+def _held(model: keras.Model) -> str:
+    """Returns a digest of the code of layers of the user's, and of the numbers and functions that they hold.
+
+    It is that of the first time that the model is seen, since calls and callbacks set other numbers.
+    """
+    if _FIRST not in vars(model):
+        usual, found = vars(keras.Model(name="usual")), list[str]()
+        for layer in keras_internals.flat_layers(model):
+            values = {name: value for name, value in vars(layer).items() if name not in usual}
+            functions = [code for value in values.values() for code in _code_of(value) if inspect.isfunction(value)]
+            own = {n: v for n, v in values.items() if user_functions.is_own(type(layer)) and _is_constant(v)}
+            found.append(text([own, functions, _code_of(layer)]))
+        vars(model)[_FIRST] = digest(found)
+    return vars(model)[_FIRST]
+
+
+def _is_constant(value: object) -> bool:
+    """Returns whether a value is no count, text or symbol, which follow the process or the calls."""
+    if isinstance(value, list | tuple | dict):
+        return all(map(_is_constant, value.values() if isinstance(value, dict) else value))
+    is_eager = isinstance(value, tf.Tensor) and hasattr(value, "numpy")
+    return is_eager or isinstance(value, float | np.ndarray | np.floating) or inspect.isfunction(value)
+
+
+def _code_of(thing: object) -> list:
+    """Returns what a function of the user's, or the methods of an object of theirs, do, and what they enclose."""
+    kinds = [kind for kind in type(thing).__mro__ if user_functions.is_own(kind)]
+    functions = [thing, *(value for kind in kinds for value in vars(kind).values())]
+    own = [f for f in functions if inspect.isfunction(f) and user_functions.is_own(f)]
+    return [
+        [_compiled_code(f.__code__), [c.cell_contents for c in f.__closure__ or () if c != types.CellType()]]
+        for f in own
+    ]
+
+
+def _compiled_code(code: types.CodeType) -> list:
+    """Returns what code does, without the numbers of its lines."""
+    parts = [_compiled_code(c) if inspect.iscode(c) else c for c in code.co_consts]
+    return [code.co_code.hex(), code.co_names, [c if isinstance(c, list | frozenset) else repr(c) for c in parts]]
 
 
 def compiled_with(model: keras.Model) -> list[object]:
@@ -76,7 +132,7 @@ def digest(data: Any) -> str:
     digest = hashlib.sha256()
     for leaf in keras.tree.flatten(data):
         digest.update(f"{getattr(leaf, 'shape', '')} {getattr(leaf, 'dtype', '')}".encode())
-        column = leaf if getattr(leaf, "shape", ()) else [leaf]
+        column = leaf if len(getattr(leaf, "shape", ())) else [leaf]
         rows = max(1, (1 << 24) // max(1, np.asarray(column[:1]).nbytes))
         for part in (np.asarray(column[i : i + rows]) for i in range(0, len(column), rows)):
             digest.update(repr(part.tolist()).encode() if part.dtype.kind in "OU" else part.tobytes())
@@ -98,6 +154,8 @@ def text(thing: Any, left_out: Iterable[str] = ()) -> str:
 
 def _setup(thing: Any) -> object:
     """Returns what a function reads, or what an object was made with, as far as it tells."""
+    if isinstance(thing, type) or (inspect.isfunction(thing) and not user_functions.is_own(thing)):
+        return f"{thing.__module__}.{thing.__qualname__}"
     if hasattr(thing, "__array__"):
         return digest(thing)
     if isinstance(thing, set | frozenset):
