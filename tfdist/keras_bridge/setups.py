@@ -7,7 +7,7 @@ import inspect
 import json
 import platform
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -38,30 +38,41 @@ def of_model(model: keras.Model) -> dict[str, str]:
     hold. The name differs between versions of Keras, which add settings, and of Python, which compile otherwise.
     """
     layers = keras_internals.flat_layers(model)
-    parts = [repr(keras_internals.vocabularies(model)), text(_graph(model), _OF_MODEL), _held(model)]
-    parts += [f"{type(layer).__name__} {text(layer, _OF_MODEL)}" for layer in layers]
-    return {f"{SETUP} (Keras {keras.__version__}, Python {platform.python_version()})": digest(parts)}
+    parts = [repr(keras_internals.vocabularies(model)), text(_graph(model), _OF_MODEL), held(model, layers)]
+    parts += [f"{type(layer).__name__} {layer.compute_dtype} {text(layer, _OF_MODEL)}" for layer in layers]
+    return {f"{SETUP}{_versions()}": digest(parts)}
+
+
+def of_losses(model: keras.Model) -> dict[str, str]:
+    """Returns by name a digest of the losses and metrics of a model, and of what their functions do and read."""
+    losses = keras.tree.flatten(model.loss) if model.compiled else []
+    parts = [text(part, _OF_MODEL) for part in keras_internals.compiled_with(model)] if model.compiled else []
+    for loss in losses:  # whose `get_config` leaves numbers out
+        parts += [text(part, _OF_MODEL) for part in (loss, getattr(loss, "__dict__", ""), *_code_of(loss))]
+    return {f"{SETUP} for its loss{_versions()}": digest(parts)}
 
 
 def of_training(model: keras.Model) -> dict[str, str]:
-    """Returns the digest of `of_model` for a compiled model and what it is trained with.
+    """Returns by name digests of a model, what it was compiled with, and its optimizers.
 
     A learning rate that is a number counts before the first update alone, as callbacks set it in a training.
     """
-    ((name, of_layers),) = of_model(model).items()
-    compiled = compiled_with(model)
-    for settings in (part for part in compiled if isinstance(part, dict) and "optimizer" in part):
-        optimizer = settings["optimizer"]["config"]
-        optimizer = optimizer.get("inner_optimizer", {}).get("config", optimizer)
-        if isinstance(optimizer.get("learning_rate"), float):
-            optimizer["learning_rate"] = "a number"
-    code = [part for thing in keras.tree.flatten(compiled) for part in _code_of(thing)]
-    facts = {f"{name} and its training": digest([of_layers, *(text(part, _OF_MODEL) for part in [*compiled, code])])}
-    optimizer = getattr(model, "optimizer", None)
-    rate = keras_internals.rate_setting(keras_internals.updating(optimizer)[0]) if optimizer else None
-    if isinstance(rate, keras.Variable) and not int(keras_internals.counter(optimizer)):
-        facts["the learning rate"] = f"{float(rate):.7g}"
+    facts = of_model(model) | of_losses(model)
+    updating = [one for optimizer in preconditions.optimizers(model) for one in keras_internals.updating(optimizer)]
+    for number, optimizer in enumerate(updating, 1):
+        rate = keras_internals.rate_setting(optimizer)
+        is_number = isinstance(rate, keras.Variable)
+        left_out = (*_OF_MODEL, *["learning_rate"] * is_number)
+        parts = [text(part, left_out) for part in (optimizer, *_code_of(optimizer), *_code_of(rate))]
+        parts += [] if is_number else [text(getattr(rate, "__dict__", ""))]
+        facts[f"{SETUP} for optimizer {number}{_versions()}"] = digest(parts)
+        if is_number and not int(keras_internals.counter(optimizer)):
+            facts[f"the learning rate of optimizer {number}"] = f"{float(np.asarray(rate)):.7g}"
     return facts
+
+
+def _versions() -> str:
+    return f" (Keras {keras.__version__}, Python {platform.python_version()})"
 
 
 def _graph(model: keras.Model) -> list:
@@ -77,20 +88,20 @@ def _graph(model: keras.Model) -> list:
     return found
 
 
-def _held(model: keras.Model) -> str:
-    """Returns a digest of the code of layers of the user's, and of the numbers and functions that they hold.
+def held(owner: object, parts: Sequence[object]) -> str:
+    """Returns a digest of the code of those parts that are the user's, and of the numbers and functions that they hold.
 
-    It is that of the first time that the model is seen, since calls and callbacks set other numbers.
+    It is that of the first time that the owner is seen, since calls and callbacks set other numbers.
     """
-    if _FIRST not in vars(model):
+    if _FIRST not in vars(owner):
         usual, found = vars(keras.Model(name="usual")), list[str]()
-        for layer in keras_internals.flat_layers(model):
-            values = {name: value for name, value in vars(layer).items() if name not in usual}
+        for part in parts:
+            values = {name: value for name, value in vars(part).items() if name not in usual}
             functions = [code for value in values.values() for code in _code_of(value) if inspect.isfunction(value)]
-            own = {n: v for n, v in values.items() if user_functions.is_own(type(layer)) and _is_constant(v)}
-            found.append(text([own, functions, _code_of(layer)]))
-        vars(model)[_FIRST] = digest(found)
-    return vars(model)[_FIRST]
+            own = {n: v for n, v in values.items() if user_functions.is_own(type(part)) and _is_constant(v)}
+            found += [text(each) for each in (*own.items(), *functions, *_code_of(part))]
+        vars(owner)[_FIRST] = digest(found)
+    return vars(owner)[_FIRST]
 
 
 def _is_constant(value: object) -> bool:
@@ -98,7 +109,8 @@ def _is_constant(value: object) -> bool:
     if isinstance(value, list | tuple | dict):
         return all(map(_is_constant, value.values() if isinstance(value, dict) else value))
     is_eager = isinstance(value, tf.Tensor) and hasattr(value, "numpy")
-    return is_eager or isinstance(value, float | np.ndarray | np.floating) or inspect.isfunction(value)
+    constants = float, np.ndarray, np.floating, types.FunctionType, tf.lookup.StaticHashTable
+    return is_eager or isinstance(value, constants)
 
 
 def _code_of(thing: object) -> list:
@@ -116,15 +128,6 @@ def _compiled_code(code: types.CodeType) -> list:
     """Returns what code does, without the numbers of its lines."""
     parts = [_compiled_code(c) if inspect.iscode(c) else c for c in code.co_consts]
     return [code.co_code.hex(), code.co_names, [c if isinstance(c, list | frozenset) else repr(c) for c in parts]]
-
-
-def compiled_with(model: keras.Model) -> list[object]:
-    """Returns the losses, metrics and optimizer of a model, and their settings."""
-    losses = keras.tree.flatten(model.loss) if model.compiled else []  # whose `get_config` leaves numbers out
-    parts = [*losses, *keras_internals.compiled_with(model), *(getattr(loss, "__dict__", "") for loss in losses)]
-    with contextlib.suppress(Exception):  # of what cannot be saved
-        parts.append(model.get_compile_config())
-    return parts
 
 
 def digest(data: Any) -> str:
@@ -158,6 +161,8 @@ def _setup(thing: Any) -> object:
         return f"{thing.__module__}.{thing.__qualname__}"
     if hasattr(thing, "__array__"):
         return digest(thing)
+    if isinstance(thing, tf.lookup.StaticHashTable):
+        return [digest(column) for column in thing.export()]
     if isinstance(thing, set | frozenset):
         return sorted(map(repr, thing))
     if isinstance(thing, functools.partial):

@@ -23,13 +23,14 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> tuple
     whether the loss is the user's own, of which nothing is known.
     """
     spec, metrics = training_objects.loss(experiment.train), training_objects.metrics(experiment.train)
+    measured = "weighted_metrics" if data.train.weighted else "metrics"
     if data.spec.classes is None:
         loss = _loss(spec, model, {}) if spec else "mse"
         several = len(keras.tree.flatten(getattr(model, "outputs", None) or [])) > 1  # of which one list tells nothing
         usual = [] if several else ["mae"]
-        return {"loss": loss, "metrics": _metrics(metrics, model) or usual}, False, bool(spec and not spec.kind)
+        return {"loss": loss, measured: _metrics(metrics, model) or usual}, False, bool(spec and not spec.kind)
     smoothing = experiment.train.label_smoothing
-    mixes, weighted = data.train.mixes, data.train.weighted
+    mixes = data.train.mixes
     # What is skipped weighs nothing, and does not count.
     fitting: dict[str, object] = {"reduction": "mean_with_sample_weight"} if experiment.data.on_error == "skip" else {}
     if spec is None:
@@ -46,7 +47,7 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> tuple
     for metric in metrics:
         _check_targets(metric, _takes_rows(metric, model), rows)
     loss, made = _loss(spec, model, fitting), _metrics(metrics, model) or ["accuracy"]
-    return {"loss": loss, "weighted_metrics" if weighted else "metrics": made}, rows, not spec.kind
+    return {"loss": loss, measured: made}, rows, not spec.kind
 
 
 def callbacks(experiment: config.Experiment, optimizer: keras.optimizers.Optimizer) -> list[keras.callbacks.Callback]:

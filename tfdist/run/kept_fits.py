@@ -210,10 +210,10 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
     facts = {f"{CODE} {os.path.relpath(path)}": setups.digest(user_functions.syntax(path)) for path in code}
     facts |= user_functions.settings_read() | {"arguments": str(sys.argv[1:])}
     facts |= {name: str(arguments[name]) for name in _SETTINGS if arguments.get(name) is not None}
-    parts = [*keras_internals.flat_layers(model), *setups.compiled_with(model), keras_internals.vocabularies(model)]
+    facts |= setups.of_training(model)
     kept = [callback for callback in _callbacks(arguments) if not training_run.starts_anew(callback)]
-    for name, made in ("callbacks", kept), ("model", parts):
-        facts[f"the setup of the {name}"] = setups.digest([setups.text(part) for part in made])
+    parts = [setups.text((callback, setups.held(callback, [callback]))) for callback in kept]
+    facts["the setup of the callbacks"] = setups.digest(parts)
     data = {name: arguments.get(name) for name in ("x", "y", "sample_weight", "validation_data")}
     facts |= {f"{CONTENT} {name}": setups.digest(part) for name, part in data.items() if _in_memory(part)}
     facts[STARTING] = setups.digest(model.get_weights())

@@ -92,7 +92,9 @@ def prepare(
             "number of replicas, and only --check_agreement=on compares them"
         )
     model_file = experiment.model.name if experiment.model.name.endswith(config.FILE) else ""
-    sha256 = files.checksum(pathlib.Path(model_file).expanduser())["sha256"] if model_file else ""
+    facts = spec_file.facts(data.spec)
+    if model_file:
+        facts[resume.MODEL_FILE] = files.checksum(pathlib.Path(model_file).expanduser())["sha256"]
     code = user_functions.code_digests(own_work.functions(experiment).values()) | setups.of_model(model)
     checkpoints = manager.Checkpoints(
         folder.checkpoints,
@@ -104,7 +106,7 @@ def prepare(
         changed=environment.resume_changed,
         experiment=config.flat(experiment),
         data_sha256=spec_file.digest(data.spec),
-        facts={**spec_file.facts(data.spec), **({resume.MODEL_FILE: sha256} if sha256 else {}), **code},
+        facts=facts | code | setups.of_losses(model),
         storage=folder.storage,
     )
     return Preparation(
