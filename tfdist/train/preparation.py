@@ -2,15 +2,14 @@
 
 import dataclasses
 import pathlib
-from typing import Any
 
 import keras
 
 from tfdist import config
 from tfdist.checkpoints import files, manager, own_work, resume
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.config import field_syntax, user_functions, validation
 from tfdist.config import schedule as schedule_lib
+from tfdist.config import user_functions, validation
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment, ResumeOptions
 from tfdist.data import spec_file
@@ -38,26 +37,6 @@ class Preparation:
     checkpoints: manager.Checkpoints
     profiled: tuple[int, int]  # first and last update of the profile, (0, 0) for none
     resumes: bool  # the run resumes the earlier one in its folder
-
-    def fit_options(self, check_agreement: str) -> dict[str, Any]:
-        """Returns the arguments of `fit` that a training and a test of learning rates share, with this flag."""
-        train, optimizer = self.experiment.train, self.experiment.optimizer
-        # Replicas that normalize by themselves, as configured, are not checked for `auto`; virtual ones need it so.
-        accepted = not self.experiment.model.sync_batch_norm and not train.virtual_replicas
-        return {
-            "batch_size": train.batch_size,
-            "accumulate": train.accumulate,
-            "virtual_replicas": train.virtual_replicas,
-            "zero_stage": train.zero_stage,
-            "shuffle": self.experiment.data.shuffle,
-            "seed": self.experiment.seed,
-            "class_weight": self.class_weights,
-            "reduce_dtype": optimizer.reduce_dtype,
-            "lr_multipliers": field_syntax.layer_rates(optimizer),
-            "layer_decay": optimizer.layer_decay,
-            "check_agreement": "off" if check_agreement == "auto" and accepted else check_agreement,
-            "verbose": 0,
-        }
 
 
 def prepare(

@@ -7,6 +7,7 @@ import subprocess
 
 from tfdist.checkpoints import integrity, own_work, resume
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.config import field_syntax
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import Environment
 from tfdist.data import spec_file
@@ -101,17 +102,28 @@ class Run:
 
     def _fit(self, signals: Signals) -> None:
         experiment, schedule, prepared = self._experiment, self._schedule, self._prepared
+        train, optimizer, check = experiment.train, experiment.optimizer, self._environment.check_agreement
         fields = early_stopping.monitored(experiment, self._model)
+        # Replicas that normalize by themselves, as configured, are not checked for `auto`; virtual ones need it so.
+        accepted = not experiment.model.sync_batch_norm and not train.virtual_replicas
         fit.fit(
             self._model,
             self._data.train,
-            distribution=self._distribution,
+            batch_size=train.batch_size,
             epochs=schedule.epochs,
-            steps=schedule.updates,
-            steps_per_call=experiment.train.steps_per_call or "auto",
+            verbose=0,
             validation_data=self._data.eval,
             validation_freq=schedule.eval_every,
             validation_batch_size=experiment.eval.batch_size,
+            shuffle=experiment.data.shuffle,
+            class_weight=prepared.class_weights,
+            distribution=self._distribution,
+            steps=schedule.updates,
+            seed=experiment.seed,
+            accumulate=train.accumulate,
+            virtual_replicas=train.virtual_replicas,
+            steps_per_call=train.steps_per_call or "auto",
+            reduce_dtype=optimizer.reduce_dtype,
             callbacks=[
                 *([early_stopping.Measured(fields)] if fields else []),
                 *self._monitors.callbacks,
@@ -119,11 +131,14 @@ class Run:
                 *prepared.callbacks,
             ],
             checkpoints=None if self._checkpoints.off else self._checkpoints,
-            on_nonfinite=experiment.train.on_nonfinite,
-            max_rollbacks=experiment.train.max_rollbacks,
-            evaluate_ema=experiment.optimizer.ema_momentum > 0,
+            on_nonfinite=train.on_nonfinite,
+            max_rollbacks=train.max_rollbacks,
+            evaluate_ema=optimizer.ema_momentum > 0,
+            lr_multipliers=field_syntax.layer_rates(optimizer),
+            layer_decay=optimizer.layer_decay,
+            zero_stage=train.zero_stage,
+            check_agreement="off" if check == "auto" and accepted else check,
             should_stop=signals.reason,
-            **prepared.fit_options(self._environment.check_agreement),
         )
         done = self._checkpoints.resumed_from or 0
         if done > schedule.updates:
