@@ -40,6 +40,11 @@ def folder(root, classes=("cat", "dog", "owl"), each=7, **options):
     return root
 
 
+def found_in(root, train, evaluation, size=None, **fields):
+    """What the adapter alone finds, with whole images."""
+    return image_folder.load(str(root), config.Data(train_split=train, eval_split=evaluation, **fields), {}, size)
+
+
 def experiment(root, **fields):
     found = config.Experiment(data=config.Data(name=f"image_folder:{root}", cache="stream"))
     found.data.train_split, found.data.eval_split = "train[:70%]", "train[70%:]"
@@ -73,13 +78,13 @@ def test_classes_and_nested_folders(tmp_path):
 def test_folders_for_splits_and_slices(tmp_path):
     folder(tmp_path / "train", each=10)
     folder(tmp_path / "val", ("cat", "dog"), each=3)
-    found = image_folder.load(str(tmp_path), "train[:80%]", "val+train[80%:]")
-    assert found.names == ("cat", "dog", "owl") and (found.train.size, found.eval.size) == (24, 12)
+    found = found_in(tmp_path, "train[:80%]", "val+train[80%:]")
+    assert found.spec.names == ("cat", "dog", "owl") and (found.train.size, found.eval.size) == (24, 12)
     paths = [pathlib.Path(s.name(i)).relative_to(tmp_path) for s in (found.train, found.eval) for i in range(s.size)]
     assert len(set(paths)) == 36
     assert [p.parts[0] for p in paths] == ["train"] * 24 + ["val"] * 6 + ["train"] * 6
     labels = np.concatenate([columns_of(source)[1] for source in (found.train, found.eval)])
-    assert [found.names[label] for label in labels] == [p.parts[1] for p in paths]
+    assert [found.spec.names[label] for label in labels] == [p.parts[1] for p in paths]
 
 
 def test_a_tenth_of_a_flat_folder_is_held_out(tmp_path, caplog):
@@ -122,8 +127,8 @@ def test_formats_become_rgb_as_pil_has_it(tmp_path):
         image = Image.fromarray(np.asarray(image).astype("uint16") * 257) if mode == "I;16" else image
         options = {"quality": 95} if kind == "JPEG" else {"lossless": True} if kind == "WEBP" else {}
         save(tmp_path / "all" / f"{number}.dat", image, format=kind, **options)
-    found = image_folder.load(str(tmp_path), "train", "train[:1]", size=(12, 16))
-    assert found.size == (12, 16)
+    found = found_in(tmp_path, "train", "train[:1]")
+    assert found.spec.shape == (12, 16, 3)
     x, _ = columns_of(found.train)
     for i in range(found.train.size):
         path = pathlib.Path(found.train.name(i))
@@ -169,7 +174,7 @@ def test_broken_files_are_named_and_counted(tmp_path):
     folder(tmp_path)
     broken = break_some(tmp_path)
     with refused() as error:
-        image_folder.load(str(tmp_path), "train", "train")
+        found_in(tmp_path, "train", "train")
     assert str(error.value).startswith(
         f"data.name='image_folder:{tmp_path}': {len(broken)} of 34 files are not images: cat/colours.bmp is a BMP with"
     )
@@ -182,15 +187,15 @@ def test_broken_files_are_named_and_counted(tmp_path):
         else:
             (others / "cat" / name).write_bytes((tmp_path / "cat" / name).read_bytes())
         with refused(f"1 of 22 files is not an image: cat/{name} {said}.*remove them"):
-            image_folder.load(str(others), "train", "train")
+            found_in(others, "train", "train")
         (others / "cat" / name).unlink()
 
 
 def test_broken_files_are_skipped(tmp_path, said):
     folder(tmp_path)
-    before = image_folder.load(str(tmp_path), "train", "train[:5]")
+    before = found_in(tmp_path, "train", "train[:5]")
     broken = break_some(tmp_path)
-    found = image_folder.load(str(tmp_path), "train", "train[:5]", on_error="skip", size=(12, 16))
+    found = found_in(tmp_path, "train", "train[:5]", (12, 16), on_error="skip")
     names = {pathlib.Path(found.train.name(i)).name for i in range(found.train.size)}
     assert found.train.size == before.train.size + 2 and not names & set(broken) and {"longer.jpg", "good.png"} <= names
     (line,) = said
@@ -202,7 +207,7 @@ def test_broken_files_are_skipped(tmp_path, said):
     with refused(r"all 1 files of data.eval_split are broken"):
         paths = image_folder.listing(str(tmp_path), "it")[1]["train"].paths
         at = next(i for i, path in enumerate(paths) if path == "cat/empty.jpg")
-        image_folder.load(str(tmp_path), "train", f"train[{at}:{at + 1}]", on_error="skip")
+        found_in(tmp_path, "train", f"train[{at}:{at + 1}]", on_error="skip")
 
 
 def trained(given, distribution, epochs=2):
@@ -257,7 +262,7 @@ def test_what_is_held_in_memory_and_what_is_not(tmp_path):
 def test_a_random_crop_is_cut_from_the_whole_image(tmp_path):
     folder(tmp_path, size=(64, 64))
     loaded = registry.load(experiment(tmp_path, image_size="8", augment="resized_crop(0.01)"))
-    found = image_folder.load(str(tmp_path), "train[:70%]", "train[70%:]")
+    found = found_in(tmp_path, "train[:70%]", "train[70%:]")
     recipe = ops.parse("resized_crop(0.01)")
     from tfdist.data.records import example_seeds
 
@@ -365,7 +370,7 @@ def test_the_command(tmp_path, run):
         (lambda p: save(folder(p) / "cat" / "caf\udce9.png", picture(1)), {},
          r"name of cat/caf\\xe9.png is not written in UTF-8: rename"),
         (lambda p: os.mkfifo(folder(p) / "cat" / "pipe"), {}, "1 of 22 files is not an image: cat/pipe cannot be read"),
-        (folder, dict(options="a=1"), "data.options='a=1': image_folder knows max_pixels alone"),
+        (folder, dict(options="a=1"), "unknown 'a' in data.options: known are max_pixels"),
     ],
 )  # fmt: skip
 def test_unusable_folders(make, fields, message, tmp_path):
@@ -537,5 +542,5 @@ def test_huge_images_are_skipped_or_allowed(tmp_path, said):
     with refused(r"cat/large.png has 30 x 20 pixels, more than 599: make it smaller"):
         registry.load(experiment(tmp_path, options="max_pixels=599", **both))
     assert registry.load(experiment(tmp_path, options="max_pixels=600", **both)).train.size == 22
-    with refused(r"max_pixels in data.options must be an integer of at least 1, got 0"):
+    with refused(r"data.options: max_pixels must be an integer of at least 1, got 0"):
         registry.load(experiment(tmp_path, options="max_pixels=0", **both))

@@ -11,12 +11,16 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
+from tfdist import config
 from tfdist.config import local_files
+from tfdist.config.field_syntax import Options
 from tfdist.config.messages import logger
 from tfdist.data import image_decoding
 from tfdist.data.datasets import examples
+from tfdist.data.loaded import Loaded
 from tfdist.data.records import reason
 from tfdist.data.sources import Records
+from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 
 _HEAD, _TAIL = 512, 16
@@ -193,58 +197,49 @@ def _jpeg_size(file: int, head: bytes) -> tuple[int, int]:
     return 0, 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Folder:
-    """Two splits of whole images (x uint8 [h, w, 3], y int32; with `skip` a weight float32) and their classes."""
-
-    train: Records
-    eval: Records
-    names: tuple[str, ...]
-    size: tuple[int, int] | None  # height and width, where all images have the same
-
-
 def load(
     root: str,
-    train_split: str,
-    eval_split: str,
-    on_error: str = "refuse",
+    data: config.Data,
+    options: Options,
     size: tuple[int, int] | None = None,
-    policy: str = "crop",
     whole: bool = False,
-    most: int = image_decoding.MOST_PIXELS,
     hold_out: bool = True,
-) -> Folder:
+) -> Loaded:
     """Finds the images and looks at each file once, by its first and last bytes; those in doubt are decoded.
 
-    A file that turns out to be broken only while it is trained on ends the run with its name. With `skip` it counts
-    with weight 0 instead, as if it were not there: the others keep their places, so nothing else changes.
+    A file that turns out to be broken only while it is trained on ends the run with its name. With `data.on_error=skip`
+    it counts with weight 0 instead, as if it were not there: the others keep their places, so nothing else changes.
 
     Args:
       root: the folder, see `listing`.
-      on_error: `refuse`, or `skip` the files that are no images.
+      options: `max_pixels` in an image; those with more count as broken.
       size: height and width that the images will be made, or None. JPEGs are decoded no larger than it takes.
-      policy: how images are made that size, see `ops.resize`.
       whole: the training images are needed in their full size.
-      most: pixels in an image; those with more count as broken.
       hold_out: where the folder has no splits and others are not asked for, evaluate on a tenth and train on the rest.
+
+    Returns:
+      Whole images: x uint8 [h, w, 3], y int32, and with `skip` a weight float32.
     """
-    root = os.path.expanduser(root)
+    examples.check_options(options, ("max_pixels",))
+    root, skip = os.path.expanduser(root), data.on_error == "skip"
     what = f"data.name='image_folder:{root}'"
     names, listed = listing(root, what)
     sizes = {name: len(split.paths) for name, split in listed.items()}
-    if hold_out and (held := examples.held_out(train_split, eval_split, sizes)) != (train_split, eval_split):
+    splits = data.train_split, data.eval_split
+    if hold_out and (held := examples.held_out(*splits, sizes)) != splits:
         logger.info(
-            f"{what} has no split {eval_split!r}: a tenth of its images, the same at every run, is held out for the "
-            f"evaluation (data.train_split={held[0]}, data.eval_split={held[1]} of {sizes['train']:,})"
+            f"{what} has no split {data.eval_split!r}: a tenth of its images, the same at every run, is held out for "
+            f"the evaluation (data.train_split={held[0]}, data.eval_split={held[1]} of {sizes['train']:,})"
         )
-        train_split, eval_split = held
+        splits = held
     train, evaluation = (
         [(part, row) for part, rows in examples.select_split(text, sizes, field, root) for row in rows.tolist()]
-        for field, text in (("data.train_split", train_split), ("data.eval_split", eval_split))
+        for field, text in zip(("data.train_split", "data.eval_split"), splits)
     )
     needed = sorted({*train, *evaluation})
     paths = [listed[part].path(row) for part, row in needed]
-    by_file = dict(zip(needed, _examined(paths, most, root, what, on_error == "skip")))
+    most = options.get("max_pixels", image_decoding.MOST_PIXELS)
+    by_file = dict(zip(needed, _examined(paths, most, root, what, skip)))
     shapes = {look.size for look in by_file.values() if not look.problem}
     every = shapes.pop() if len(shapes) == 1 else None
 
@@ -253,15 +248,17 @@ def load(
         if not good:
             raise UserError(f"{what}: all {len(rows):,} files of {field} are broken", "give it images")
         kept = [by_file[file] for file in good]
-        ways = image_decoding.ways(
-            [look.kind for look in kept], np.array([look.size for look in kept]), size if shrink else None, policy
-        )
+        kinds, shapes = [look.kind for look in kept], np.array([look.size for look in kept])
+        ways = image_decoding.ways(kinds, shapes, size if shrink else None, data.resize)
         labels = np.array([listed[part].labels[row] for part, row in good], np.int32)
         files = [listed[part].path(row) for part, row in good]
-        return _records(files, labels, ways, every if max(ways) < 2 else None, on_error == "skip")
+        return _records(files, labels, ways, every if max(ways) < 2 else None, skip)
 
     trained = records("data.train_split", train, shrink=size is not None and not whole)
-    return Folder(trained, records("data.eval_split", evaluation, shrink=True), names, every)
+    evaluated, shape = records("data.eval_split", evaluation, shrink=True), size or every
+    if shape is None:
+        raise UserError("data.image_size is needed, since the images have different sizes", "write one such as 224")
+    return Loaded(trained, evaluated, trained.size, Spec((*shape, 3), "uint8", len(names), 255.0, names))
 
 
 def _examined(paths: list[str], most: int, root: str, what: str, skip: bool) -> list[Look]:

@@ -14,8 +14,8 @@ from tfdist import config
 from tfdist.cluster.peers import Peers
 from tfdist.config import buckets, field_syntax, user_functions, validation
 from tfdist.config.keywords import checked_keywords
-from tfdist.data import image_decoding, python_examples, spec_file
 from tfdist.data import loaded as loaded_lib
+from tfdist.data import python_examples, spec_file
 from tfdist.data.arrays import Arrays, in_memory, size_in_memory
 from tfdist.data.augmentation import ops
 from tfdist.data.datasets import array_files, huggingface, image_folder, tables, text, tfrecords
@@ -23,7 +23,6 @@ from tfdist.data.loaded import Loaded, described
 from tfdist.data.protocol import Source
 from tfdist.data.records import Records
 from tfdist.data.sources import as_source, one_hot
-from tfdist.data.spec import Spec
 from tfdist.errors import UserError
 
 _MEMORY_SHARE = 0.25  # share of the machine's memory that `data.cache=auto` lets a decoded split take
@@ -130,7 +129,9 @@ def _stored(experiment: config.Experiment, prepare: bool, hold_out: bool) -> Loa
         case ["hf", ":", name]:
             return _of_one_size(data, size, huggingface.load(name, splits, options, size is not None, prepare))
         case ["image_folder", ":", path]:
-            return _from_image_folder(data, path, options, size, hold_out)
+            folder = image_folder.load(path, data, options, size, _crops(data), hold_out)
+            height, width, _ = folder.spec.shape
+            return _of_one_size(data, (height, width), folder)
         case ["numpy", ":", path]:
             return array_files.load(path, splits, options, lambda size: size < _room(data.cache))
         case ["text", ":", path]:
@@ -171,26 +172,6 @@ def synthetic(examples: int = 4096, shape: tuple = (32, 32, 3), classes: int = 1
         return patterns[y] + noise * rng.normal(size=(count, *shape)).astype("float32"), y
 
     return {"train": make(examples), "test": make(max(1, examples // 4))}
-
-
-def _from_image_folder(
-    data: config.Data, path: str, options: field_syntax.Options, size: tuple[int, int] | None, hold_out: bool
-) -> Loaded:
-    most = options.get("max_pixels", image_decoding.MOST_PIXELS)
-    if options.keys() - {"max_pixels"}:
-        raise UserError(f"data.options={data.options!r}: image_folder knows max_pixels alone")
-    field_syntax.check_whole("max_pixels in data.options", most)
-    whole = _crops(data)
-    folder = image_folder.load(
-        path, data.train_split, data.eval_split, data.on_error, size, data.resize, whole, most, hold_out
-    )
-    shape = size or folder.size
-    if shape is None:
-        raise UserError("data.image_size is needed, since the images have different sizes", "write one such as 224")
-    train, evaluation = _held(folder.train, data, shape, whole), _held(folder.eval, data, shape)
-    return Loaded(
-        train, evaluation, folder.train.size, Spec((*shape, 3), "uint8", len(folder.names), 255.0, folder.names)
-    )
 
 
 def _from_function(experiment: config.Experiment, function: Callable, options: field_syntax.Options) -> Loaded:
