@@ -1,5 +1,6 @@
 """A small run that several files of tests look at after its end, and the commands that do."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -34,7 +35,6 @@ def made_run(folder, experiment, model, spec):
     """A folder as a run with this model would have left it."""
     from tfdist.checkpoints import files, integrity, own_work
     from tfdist.checkpoints.run_folder import RunFolder
-    from tfdist.data import spec_file
     from tfdist.monitoring import recorder
 
     model.save(folder / "model.keras")
@@ -44,7 +44,7 @@ def made_run(folder, experiment, model, spec):
         "files": {"model.keras": files.checksum(folder / "model.keras")},
     }
     for name, content in {
-        "data": {"format": 1, "spec": spec_file.plain(spec)},
+        "data": {"format": 1, "spec": dataclasses.asdict(spec)},
         "result": integrity.sealed(result),
     }.items():
         (folder / f"{name}.json").write_text(json.dumps(content))

@@ -88,7 +88,7 @@ class SharedTables:
             return loaded, None
         if sum(array.nbytes for array in arrays) < SMALLEST:
             return loaded, None
-        about = {"columns": columns, "examples": loaded.examples, "spec": spec_file.plain(loaded.spec)}
+        about = {"columns": columns, "examples": loaded.examples, "spec": dataclasses.asdict(loaded.spec)}
         try:
             note = self._written(about, arrays)
         except (OSError, TypeError):  # no memory, a kernel without it, or a description that JSON cannot hold

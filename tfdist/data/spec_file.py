@@ -30,7 +30,7 @@ Json: TypeAlias = Any  # a value that JSON can hold: None, truth values, numbers
 
 def write(write_text: Callable[[str, str], None], spec: Spec) -> None:
     """Writes the description, durably, by `write_text`(file name, content) of a run folder."""
-    content = {"format": FORMAT, "spec": plain(spec)}
+    content = {"format": FORMAT, "spec": dataclasses.asdict(spec)}
     # As text, not through the folder's JSON, which has no NaN: a statistic must come back as it is.
     write_text(NAME, json.dumps(content, indent=2) + "\n")
 
@@ -85,44 +85,26 @@ def facts(spec: Spec) -> dict[str, object]:
 
 def _sparse(value: object) -> Json:
     if not dataclasses.is_dataclass(value):
-        return [_sparse(v) for v in value] if isinstance(value, tuple) else _plain(value)
+        return [_sparse(v) for v in value] if isinstance(value, tuple) else value
     fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
     return {name: _sparse(inner) for name, (inner, default) in fields.items() if inner != default}
 
 
-def plain(spec: Spec) -> Json:
-    """Returns a description as JSON can hold it."""
-    return _plain(dataclasses.asdict(spec))
-
-
-def made(content: Json) -> Spec:
-    """Returns what `plain` was given."""
-    return _made(Spec, content)
-
-
-def _plain(value: object) -> Json:
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return value
-
-
-def _made(kind: object, value: Json) -> Any:
-    """Makes a value of a type from what JSON kept of it: tuples and dataclasses again."""
+def made(value: Json, kind: object = Spec) -> Any:
+    """Makes a description, or another `kind` of value in it, from its `dataclasses.asdict`, or from JSON of that."""
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise ValueError(f"it has {value!r} instead of an object")
         types_of = typing.get_type_hints(kind)
-        return kind(**{name: _made(types_of[name], inner) for name, inner in value.items()})  # type: ignore[operator]
+        return kind(**{name: made(inner, types_of[name]) for name, inner in value.items()})  # type: ignore[operator]
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return None if value is None else _made(next(a for a in arguments if a is not type(None)), value)
+        return None if value is None else made(value, next(a for a in arguments if a is not type(None)))
     if typing.get_origin(kind) is tuple:
-        if not isinstance(value, list):
+        if not isinstance(value, list | tuple):
             raise ValueError(f"it has {value!r} instead of a list")
         inner = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
-        return tuple(_made(k, v) for k, v in zip(inner, value, strict=True))
+        return tuple(made(v, k) for k, v in zip(inner, value, strict=True))
     possible, called = _KINDS[kind]
     if isinstance(value, bool) or not isinstance(value, possible):
         raise ValueError(f"it has {value!r} instead of {called}")

@@ -165,7 +165,7 @@ def _agreed(
         fields = dataclasses.asdict(recorded)
         spec = None if requested.model else spec_file.read(requested.path)
         other = trained_model.other_data(requested)
-    values = [fields, spec and spec_file.plain(spec), other]
+    values = [fields, spec and dataclasses.asdict(spec), other]
     fields, plain_spec, other = distribution.peers.gather("the run to look at", values)[0]
     experiment = trained_model.experiment_from(fields)
     return experiment, spec_file.made(plain_spec) if plain_spec else None, other
