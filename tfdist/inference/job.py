@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import keras
 
     from tfdist.data.loaded import Loaded
-    from tfdist.data.spec import Column, Spec
+    from tfdist.data.spec import Spec
     from tfdist.distributed.distribution import Distribution
 
 MODEL_FLAGS = ("workdir", "model", "checkpoint", "trust_code")
@@ -187,15 +187,11 @@ def new_rows(experiment: config.Experiment, spec: "Spec", requested: ModelReques
     experiment.data.eval_split = "train"  # the name of a lone file, for messages
     path = buckets.local_copy(path, f"data.name={experiment.data.name}")
     options = field_syntax.options("data.options", experiment.data.options)
-    if rows_alone:
-        if requested.changes.get("config.data.on_error") == "skip":
-            fix = "correct bad ones, and leave out data.on_error=skip"
-            raise UserError("every row of a table gets a prediction", fix)
-        rows = Arrays((tables.read_inputs(path, spec.columns, options, kind),))
-    else:
-        skip = experiment.data.on_error == "skip"
-        target = cast("Column", spec.target)  # a table without one could not have been trained on
-        rows = Arrays(tables.read_rows(path, spec.columns, target, options, skip, kind))
+    if rows_alone and requested.changes.get("config.data.on_error") == "skip":
+        fix = "correct bad ones, and leave out data.on_error=skip"
+        raise UserError("every row of a table gets a prediction", fix)
+    target, skip = (None, None) if rows_alone else (spec.target, experiment.data.on_error == "skip")
+    rows = Arrays(tables.read_rows(path, spec.columns, target, options, skip, kind))
     return Loaded(rows, rows, rows.size, spec)
 
 

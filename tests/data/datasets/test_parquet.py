@@ -117,12 +117,13 @@ def test_rows_that_float32_does_not_hold(tmp_path, caplog):
 def test_new_rows_need_no_target(tmp_path):
     got = load(write(tmp_path / "t.parquet", CARS), {"target": "price", "in_order": True}, ("train", "train"))
     new = write(tmp_path / "new.parquet", {name: CARS[name] for name in ("doors", "colour", "size")})
-    inputs = tables.read_inputs(new, got.spec.columns, {"target": "price", "delimiter": ";"}, kind="parquet")
+    options = {"target": "price", "delimiter": ";"}
+    (inputs,) = tables.read_rows(new, got.spec.columns, None, options, kind="parquet")
     for name, values in inputs.items():
         np.testing.assert_array_equal(values, got.train.columns[0][name])
     lacking = write(tmp_path / "less.parquet", {"doors": DOORS})
     with refused("lacks the columns size, colour"):
-        tables.read_inputs(lacking, got.spec.columns, {}, kind="parquet")
+        tables.read_rows(lacking, got.spec.columns, None, {}, kind="parquet")
 
 
 @pytest.mark.parametrize(

@@ -166,18 +166,18 @@ def test_new_rows_are_read_as_the_model_knows_them(tmp_path):
     new = write(
         tmp_path / "new.csv", [["red", "7", "", "x"], ["pink", "77", "61", "x"]], ["colour", "doors", "size", "id"]
     )
-    x = tables.read_inputs(new, got.spec.columns, {})
+    (x,) = tables.read_rows(new, got.spec.columns, None, {})
     size, colour, doors = got.spec.columns
     np.testing.assert_allclose(x["numbers"], [[0], [(61 - size.mean) / size.std]], rtol=1e-5)
     np.testing.assert_array_equal(
         x["categories"], [[colour.vocabulary.index("red") + 1, doors.vocabulary.index("7") + 1], [0, 0]]
     )
     with refused(r"new\.csv lacks the columns a, b that the model was trained on"):
-        tables.read_inputs(new, (spec_lib.Column("a", "number"), size, spec_lib.Column("b", "category")), {})
+        tables.read_rows(new, (spec_lib.Column("a", "number"), size, spec_lib.Column("b", "category")), None, {})
     with refused(r"line 2 has 'red' for a number in column 'colour'.*: correct the file$"):
-        tables.read_inputs(new, (spec_lib.Column("colour", "number"),), {})
+        tables.read_rows(new, (spec_lib.Column("colour", "number"),), None, {}, skip=None)
     with refused("delimiter must be one character, and no quote, got ';;'"):
-        tables.read_inputs(new, got.spec.columns, {"delimiter": ";;"})
+        tables.read_rows(new, got.spec.columns, None, {"delimiter": ";;"})
 
 
 def test_new_rows_with_targets(tmp_path, said):
@@ -406,8 +406,8 @@ def test_whole_numbers_are_one_category_however_they_are_written(tmp_path, said)
     columns = tables.prepare(path, options, ALL).spec.columns
     assert columns[0].vocabulary == ("07", "70", "8")
     new = write(tmp_path / "new.csv", [["70.0"], ["8.0"], ["07"], ["7.0"], [""]], ["size"])
-    np.testing.assert_array_equal(tables.read_inputs(new, columns, {})["categories"][:, 0], [2, 3, 1, 0, 0])
+    np.testing.assert_array_equal(tables.read_rows(new, columns, None, {})[0]["categories"][:, 0], [2, 3, 1, 0, 0])
     assert not said
     other = write(tmp_path / "other.csv", [["9.0"], ["6.0"]], ["size"])
-    assert not tables.read_inputs(other, columns, {})["categories"].any()
+    assert not tables.read_rows(other, columns, None, {})[0]["categories"].any()
     assert "no row has a value of column 'size' that a training row has, but such as '9.0'" in said[0]

@@ -294,20 +294,35 @@ def _target(table: csv_reader.Table, chosen: TableOptions) -> tuple[Column, int 
     return Column(name, "category", vocabulary=tuple(sorted(occur, key=by_value))), len(occur)
 
 
-def read_inputs(path: str, columns: tuple[Column, ...], options: Options, kind: str = "csv") -> dict[str, np.ndarray]:
-    """Reads new rows of a file of this `kind` as a model's inputs, in its order; of `options` the delimiter matters."""
-    kinds = {c.name: c.kind for c in columns}
-    return encode(_read_known(path, kinds, options, None, kind), columns)
-
-
 def read_rows(
-    path: str, columns: tuple[Column, ...], target: Column, options: Options, skip: bool = False, kind: str = "csv"
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Reads new rows with their targets, to evaluate on them; `options` are those that the model was trained with."""
-    table = _read_known(path, _kinds(columns, target, options), options, skip, kind)
+    path: str,
+    columns: tuple[Column, ...],
+    target: Column | None,
+    options: Options,
+    skip: bool | None = False,
+    kind: str = "csv",
+) -> tuple:
+    """Reads new rows of a file of this `kind`, in its order, as (x, y) to evaluate on; (x,) where `target` is None.
+
+    Args:
+      options: those that the model was trained with.
+      skip: see `csv_reader.read`.
+    """
+    kinds = _kinds(columns, target, options)
+    # The training's may have been CSV.
+    given = options if kind == "csv" else {name: value for name, value in options.items() if name != "delimiter"}
+    path = os.path.expanduser(path)
+    read_header, read = _readers(kind, given)
+    names = read_header(path)
+    missing = [name for name in kinds if name not in names]
+    if missing:
+        raise UserError(f"{path} lacks the columns {', '.join(missing)} that the model was trained on")
+    table = read([path], kinds, kinds, skip=skip)
+    if target is None:
+        return (encode(table, columns),)
     if table.skipped:
         logger.info(f"WARNING: left out: {first_few(table.skipped, csv_reader.BAD_ROWS)}")
-    table = leave_out_without(table, target.name, path, skip)
+    table = leave_out_without(table, target.name, path, bool(skip))
     if not table.size:
         raise UserError(f"{path} has no rows with a target {target.name!r}: there is nothing to evaluate on")
     return encode(table, columns), encode_target(table, target, len(target.vocabulary) or None)
@@ -323,15 +338,3 @@ def _kinds(columns: tuple[Column, ...], target: Column | None, options: Options)
         values = [(text, by_value(text)[1]) for text in target.vocabulary]
         numbers = all(abs(value) < EXACT and text == f"{value:.0f}" for text, value in values)
     return kinds | {target.name: "number" if numbers else "category"}
-
-
-def _read_known(path: str, kinds: dict[str, str], options: Options, skip: bool | None, kind: str) -> csv_reader.Table:
-    """Reads the columns of `kinds` of a file of this kind."""
-    given = options if kind == "csv" else {name: value for name, value in options.items() if name != "delimiter"}
-    path = os.path.expanduser(path)
-    read_header, read = _readers(kind, given)  # the training's may have been CSV
-    names = read_header(path)
-    missing = [name for name in kinds if name not in names]
-    if missing:
-        raise UserError(f"{path} lacks the columns {', '.join(missing)} that the model was trained on")
-    return read([path], kinds, kinds, skip=skip)
