@@ -406,10 +406,13 @@ def test_long_rows_fit_into_80_columns(capsys, tmp_path):
 CPU, GPUS = trial.Hardware(4), trial.Hardware(8, ("0", "2", "3"))
 
 
+def settings(strategies, replicas, threads, machine):
+    return trial.Settings(strategies, replicas, threads, "auto", "none", 60.0, machine)
+
+
 def test_commands_on_a_cpu():
-    trials = trial.plan(
-        ["default", "mirrored", "multi_worker", "horovod"], [1, 2], CPU, pathlib.Path("w"), ["--x=1"], 1
-    )
+    strategies = ("default", "mirrored", "multi_worker", "horovod")
+    trials = trial.plan(settings(strategies, (1, 2), 1, CPU), pathlib.Path("w"), ["--x=1"])
     assert [(t.name, t.threads) for t in trials] == [
         ("default 1", 1),
         ("default, 4 cores", 4),
@@ -439,7 +442,7 @@ def test_commands_on_a_cpu():
 
 
 def test_commands_on_gpus():
-    trials = trial.plan(["mirrored", "multi_worker"], [2, 4], GPUS, pathlib.Path("w"), [], None)
+    trials = trial.plan(settings(("mirrored", "multi_worker"), (2, 4), None, GPUS), pathlib.Path("w"), [])
     assert [t.name for t in trials] == ["default 1", "mirrored 2", "mirrored 4", "multi_worker 2", "multi_worker 4"]
     assert [t.environ["CUDA_VISIBLE_DEVICES"] for t in trials[:2]] == ["0", "0,2"]
     assert [t.unavailable for t in trials] == ["", "", "it needs 4 GPUs, found 3", "", "it needs 4 GPUs, found 3"]
@@ -461,7 +464,7 @@ def test_no_horovod_is_a_reason(monkeypatch):
     util = trial.horovod_install.importlib.util
     find = util.find_spec
     monkeypatch.setattr(util, "find_spec", lambda n: None if n == "horovod" else find(n))
-    made = trial.make("horovod", 2, CPU, pathlib.Path("w"), [], 1)
+    made = trial.make(settings(("horovod",), (2,), 1, CPU), "horovod", 2, pathlib.Path("w"), [])
     assert made.unavailable == "Horovod is not installed: run python -m tfdist.horovod_build"
 
 
@@ -534,7 +537,7 @@ def test_nothing_is_compared_with_a_reference_that_does_not_run(outcome, error, 
         return outcome
 
     monkeypatch.setattr(trial, "run", run)
-    wanted = runner.Settings(("mirrored",), (2,), 1, "auto", "none", 60.0, CPU)
+    wanted = settings(("mirrored",), (2,), 1, CPU)
     with pytest.raises(error[0], match=error[1]):
         runner.Comparison(wanted, config.Experiment(), lambda changed: [], run_folder.RunFolder(str(tmp_path))).run()
     assert json.loads((tmp_path / "compare.json").read_text())["status"] == "failed"

@@ -33,7 +33,7 @@ STRATEGIES = ("default", "mirrored", "multi_worker", "horovod", "tpu")
 _OWN = ("strategies", "replicas", "workdir", "devices", "threads", "jit", "time_limit", "dry_run")
 
 
-def settings(values: flags.FlagValues) -> runner.Settings:
+def settings(values: flags.FlagValues) -> trial.Settings:
     """Returns what the flags ask for; raises `UserError` where a value cannot be used."""
     for name in values.strategies:
         if name not in STRATEGIES:
@@ -54,7 +54,7 @@ def settings(values: flags.FlagValues) -> runner.Settings:
     threads = place.threads if place.threads or hardware.gpus else 1
     replicas = tuple(sorted({int(text) for text in values.replicas})) or hardware.default_replicas(threads or 1)
     strategies = tuple(dict.fromkeys(values.strategies))
-    return runner.Settings(strategies, replicas, threads, place.jit, place.devices, values.time_limit, hardware)
+    return trial.Settings(strategies, replicas, threads, place.jit, place.devices, values.time_limit, hardware)
 
 
 def train_flags(values: flags.FlagValues, jit: str, changed: dict[str, str]) -> list[str]:

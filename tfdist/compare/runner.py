@@ -25,19 +25,6 @@ RECORD = "compare.json"
 _LOOK_S = 0.3  # at what other programs do
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Settings:
-    """How all runs are made, alike but for strategy and replicas."""
-
-    strategies: tuple[str, ...]
-    replicas: tuple[int, ...]
-    threads: int | None  # per replica; None for TensorFlow's own choice
-    jit: str
-    devices: str
-    time_limit: float
-    machine: trial.Hardware
-
-
 class Comparison:
     """A comparison under way, and its record in `compare.json`.
 
@@ -46,7 +33,7 @@ class Comparison:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: trial.Settings,
         experiment: config.Experiment,
         train_flags: Callable[[dict[str, str]], list[str]],
         folder: run_folder.RunFolder,
@@ -56,10 +43,10 @@ class Comparison:
         self._console = Console(highlight=False, emoji=False)
         self._cores = None if settings.machine.gpus else settings.machine.cores
         self._rows: list[Row] = []
-        s = settings
-        trials = trial.plan(s.strategies, s.replicas, s.machine, folder.path, train_flags({}), s.threads)
+        trials = trial.plan(settings, folder.path, train_flags({}))
         exact = experiment.train.virtual_replicas > 0
-        self._trials = [t for t in trials if not exact or t.threads == s.threads]  # with others the bits are others
+        # With other threads the bits are others.
+        self._trials = [t for t in trials if not exact or t.threads == settings.threads]
 
     def commands(self) -> str:
         """Returns what would be started, for `--dry_run`."""
@@ -152,9 +139,10 @@ class Comparison:
         result = _read(pathlib.Path(self._rows[0].folder) / "result.json")
         fields = weight_distance.check_flags(result["updates"])
         updates, folder = int(fields["config.train.steps"]), self._folder.path / "check"
-        hardware, given = self._settings.machine, self._train_flags(fields)
+        given = self._train_flags(fields)
         for t in (self._trials[0], self._trials[i]):
-            again = trial.make(t.strategy, t.replicas, hardware, folder, given, t.threads, name=t.name)
+            alike = dataclasses.replace(self._settings, threads=t.threads)
+            again = trial.make(alike, t.strategy, t.replicas, folder, given, t.name)
             again = dataclasses.replace(again, environ={**again.environ, HOLD: "1"})
             if (again.folder / "result.json").exists():  # the reference, for another row
                 continue

@@ -52,6 +52,19 @@ class Hardware:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """How all runs of a comparison are made, alike but for strategy and replicas."""
+
+    strategies: tuple[str, ...]
+    replicas: tuple[int, ...]
+    threads: int | None  # per replica; None for TensorFlow's own choice
+    jit: str
+    devices: str
+    time_limit: float
+    machine: Hardware
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
     """One run: a strategy on a number of replicas."""
 
@@ -105,43 +118,32 @@ def config_flags(values: FlagValues, changed: Mapping[str, str]) -> list[str]:
     return [*file, *(f"--{name}={value}" for name, value in {**given, **changed}.items())]
 
 
-def plan(
-    strategies: Sequence[str],
-    replicas: Sequence[int],
-    machine: Hardware,
-    folder: pathlib.Path,
-    flags: Sequence[str],
-    threads: int | None,
-) -> list[Trial]:
+def plan(settings: Settings, folder: pathlib.Path, flags: Sequence[str]) -> list[Trial]:
     """Returns all runs of a comparison, the reference first, which is `default` on one device.
 
     On a CPU the whole of it under `default` is a row too, as what one would use instead.
     """
-    wanted = [("default", 1)]
-    for strategy in (s for s in strategies if s != "default"):
+    wanted: list[tuple[str, int]] = [("default", 1)]
+    for strategy in (s for s in settings.strategies if s != "default"):
         least = {"mirrored": 2}.get(strategy, 1)
-        wanted += [(strategy, n) for n in ([1] if strategy == "tpu" else replicas) if n >= least]
-    trials = [make(strategy, n, machine, folder, flags, threads) for strategy, n in wanted]
-    if "default" in strategies and not machine.gpus and threads is not None and threads < machine.cores:
-        name = f"default, {machine.cores} cores"
-        trials.insert(1, make("default", 1, machine, folder, flags, machine.cores, name))
+        wanted += [(strategy, n) for n in ((1,) if strategy == "tpu" else settings.replicas) if n >= least]
+    trials = [make(settings, strategy, n, folder, flags) for strategy, n in wanted]
+    cores, threads = settings.machine.cores, settings.threads
+    if "default" in settings.strategies and not settings.machine.gpus and threads is not None and threads < cores:
+        whole = dataclasses.replace(settings, threads=cores)
+        trials.insert(1, make(whole, "default", 1, folder, flags, f"default, {cores} cores"))
     if len(trials) == 1:
-        asked = f"--strategies={','.join(strategies)} and --replicas={','.join(map(str, replicas))}"
+        asked = f"--strategies={','.join(settings.strategies)} and --replicas={','.join(map(str, settings.replicas))}"
         why = "mirrored needs 2 replicas or more, default always has one"
         raise UserError(f"{asked} leave nothing to set against default on one device: {why}")
     return trials
 
 
 def make(
-    strategy: str,
-    replicas: int,
-    machine: Hardware,
-    folder: pathlib.Path,
-    flags: Sequence[str],
-    threads: int | None,
-    name: str = "",
+    settings: Settings, strategy: str, replicas: int, folder: pathlib.Path, flags: Sequence[str], name: str = ""
 ) -> Trial:
     """Returns one run as a command that leaves its results below `folder`."""
+    machine, threads = settings.machine, settings.threads
     name = name or (strategy if strategy == "tpu" else f"{strategy} {replicas}")
     own = folder / re.sub(r"\W+", "-", name)
     environ, unavailable = {}, ""
