@@ -69,14 +69,14 @@ def _build(workspace: workspace_lib.Workspace, wanted: Build, archive: pathlib.P
     workspace.install(wheel)
 
 
-def environment(operations: tuple[str, ...], tools: workspace_lib.Tools, temporary: str) -> dict[str, str]:
+def environment(operations: tuple[str, ...], tools: dict[str, str], temporary: str) -> dict[str, str]:
     """Returns the variables of the build. What is built follows from the options alone, not from the caller's."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_") or k in workspace_lib.PLACES}
     for name in ("MFLAGS", "MAKELEVEL", "CCL_ROOT"):  # of a make that runs this; would add oneCCL
         environ.pop(name, None)
     mpi = {"HOROVOD_WITH_MPI": "1"} if "MPI" in operations else {"HOROVOD_WITHOUT_MPI": "1"}
     nccl = {"HOROVOD_GPU_OPERATIONS": "NCCL"} if "NCCL" in operations else {}
-    given = {**environ, **tools.environ, **mpi, **nccl, "PATH": tools.path, "TMPDIR": temporary}
+    given = {**environ, **tools, **mpi, **nccl, "TMPDIR": temporary}
     return given | {
         "HOROVOD_WITH_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_PYTORCH": "1",

@@ -225,16 +225,8 @@ _PACKAGES = ("setuptools", "wheel", "cloudpickle", "packaging", "psutil", "pyyam
 _EXTRA = "pip install 'tfdist[horovod]'"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tools:
-    """The programs of a build."""
-
-    path: str
-    environ: Mapping[str, str]  # variables that make Horovod's build use the programs that were found
-
-
-def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> Tools:
-    """Returns the programs that the build needs; raises one `UserError` that names all that are missing."""
+def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the variables by which the build finds its programs; `UserError` that names all that are missing."""
     # The cmake of the extra lies beside the interpreter, which need not be on PATH.
     path = os.pathsep.join([sysconfig.get_path("scripts"), environ.get("PATH", os.defpath)])
     program = lambda *names: next(filter(None, (shutil.which(name, path=path) for name in names)), "")
@@ -250,6 +242,7 @@ def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> Tools:
             fixes.extend(filter(None, [fix]))
 
     use = {
+        "PATH": path,
         "CXX": environ.get("CXX") or program("c++", "g++", "clang++"),
         "CC": environ.get("CC") or program("cc", "gcc", "clang"),
         # Headers that Horovod uses and that GCC 14 no longer brings with others.
@@ -282,7 +275,7 @@ def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> Tools:
         installs = [f"apt-get install {' '.join(packages)}"] if packages else []
         fix = "; ".join(dict.fromkeys([*installs, *fixes]))
         raise UserError(f"Horovod cannot be built without {', '.join(missing)}", fix)
-    return Tools(path, use)
+    return use
 
 
 def _output(command: list[str], path: str = "", text: str = "") -> str:
