@@ -60,14 +60,12 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
     folder, workdir = options.folder, options.workdir
     here, versions, keep = machine.look(machine.groups()), machine.versions(), options.experiment.checkpoint.keep
     newest = checkpoints.newest_size(folder / "checkpoints") if workdir else 0
-    find_saved = partial(checkpoints.examine, folder / "checkpoints") if workdir else list
-    if buckets.is_url(workdir):
-        find_saved = partial(checkpoints.of_bucket, workdir)
+    kept = f"{workdir.rstrip('/')}/checkpoints"
     # Several checks need these, which take their time: they are under way while the checks wait for them.
     survey = later(lambda: gpus.survey(min(DRIVER_S, 0.6 * seconds)))
     answer = later(lambda: tensorflow_probe.ask(environ, 0.9 * seconds))
     place = later(lambda: workers.find(options.where, survey.result(), environ))
-    saved: Future[list[checkpoints.Checkpoint]] = later(find_saved)
+    saved: Future[list[checkpoints.Checkpoint]] = later(partial(checkpoints.examine, kept) if workdir else list)
 
     def ports() -> list[Finding]:
         around = place.result().cluster
@@ -91,7 +89,7 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
     if buckets.is_url(workdir):
         checks.append(Check("bucket", lambda: machine.bucket(workdir), "look for what stops requests on their way"))
     if workdir:
-        kept, fix = f"{workdir.rstrip('/')}/checkpoints", "read all of it with --time_limit=600"
+        fix = "read all of it with --time_limit=600"
         checks.append(Check("checkpoints", lambda: checkpoints.checks(kept, saved.result()), fix))
         checks.append(Check("run folder", lambda: checkpoints.run_files(workdir, saved.result()), fix))
     findings = run(checks, until)

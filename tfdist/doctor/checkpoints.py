@@ -1,12 +1,12 @@
 """A run folder and its checkpoints, every byte of them read. No TensorFlow."""
 
 import dataclasses
+import os
 import pathlib
 import time
 
 from tfdist.checkpoints import bucket_folder, files, integrity
 from tfdist.checkpoints.bucket_folder import BucketFolder
-from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import buckets
 from tfdist.config.messages import sized
 from tfdist.doctor.check import Finding, fail, ok
@@ -27,10 +27,13 @@ class Checkpoint:
     next: bool  # a resume would use this one
 
 
-def examine(folder: pathlib.Path) -> list[Checkpoint]:
-    """Verifies all checkpoints of a folder, the newest first; raises `UserError` where it cannot be read."""
+def examine(folder: str | os.PathLike) -> list[Checkpoint]:
+    """Verifies all checkpoints of a folder or URL, the newest first; raises `UserError` where it cannot be read."""
+    here, storage = bucket_folder.checkpoints_at(folder)
+    storage.begin()
     found: list[Checkpoint] = []
-    for path in files.newest_first(folder):
+    for path in files.newest_first(here):
+        storage.fetch(path)
         size, epochs, begun, problem = None, None, None, ""
         try:
             size, position = files.verify(path), files.read_state(path)["position"]
@@ -39,22 +42,14 @@ def examine(folder: pathlib.Path) -> list[Checkpoint]:
             problem = str(error)
         try:
             written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
+            if buckets.is_url(os.fspath(folder)):
+                written = "in the bucket"
         except OSError:  # a run that goes on has just deleted it as one too many
             continue
         first = not problem and not any(c.next for c in found)
-        found.append(Checkpoint(str(path), files.update_of(path), epochs, begun, size, written, problem, first))
+        name, update = storage.shown(path), files.update_of(path)
+        found.append(Checkpoint(name, update, epochs, begun, size, written, problem, first))
     return found
-
-
-def of_bucket(url: str) -> list[Checkpoint]:
-    """Downloads all checkpoints of a run folder in a bucket, and verifies them."""
-    folder, kept = bucket_folder.checkpoints_at(f"{url.rstrip('/')}/checkpoints")
-    kept.begin()
-    for path in files.newest_first(folder):
-        kept.fetch(path)
-    return [
-        dataclasses.replace(c, path=kept.shown(pathlib.Path(c.path)), written="in the bucket") for c in examine(folder)
-    ]
 
 
 def checks(folder: str, found: list[Checkpoint]) -> list[Finding]:
@@ -74,7 +69,7 @@ def checks(folder: str, found: list[Checkpoint]) -> list[Finding]:
 
 def run_files(workdir: str, found: list[Checkpoint]) -> list[Finding]:
     """Compares the files of a run folder with `result.json`, and with the newest valid one of its checkpoints."""
-    folder = BucketFolder(workdir, writes=False) if buckets.is_url(workdir) else RunFolder(workdir, writes=False)
+    folder = bucket_folder.opened(workdir, writes=False)
     if isinstance(folder, BucketFolder):
         folder.create()
         folder.need("model.keras")
