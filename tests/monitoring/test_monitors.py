@@ -212,7 +212,7 @@ def test_tensorboard_forgets_what_a_resumed_run_repeats(tmp_path, monkeypatch):
         board = monitors.Board(tmp_path / "tensorboard")
         board.begin(start, {"config.seed": "7"})
         for step in steps:
-            board.scalars("train", step, {"loss": start + step / 100, "array": np.ones(3), "unknown": None})
+            board.scalars(step, {"loss": start + step / 100, "array": np.ones(3), "unknown": None})
         board.close()
     found, texts = scalars(tmp_path / "tensorboard", "train")
     assert texts == {"experiment": "| field | value |\n|---|---|\n| seed | `7` |\n"}
@@ -224,7 +224,7 @@ def test_a_disk_that_is_full_ends_tensorboard_alone(tmp_path, said):
     (tmp_path / "tensorboard").write_text("a file where a folder should be")
     board = monitors.Board(tmp_path / "tensorboard")
     board.begin(0, {})
-    board.scalars("train", 1, {"loss": 1.0})
+    board.scalars(1, {"loss": 1.0})
     board.close()
     assert len(said) == 1 and said[0].startswith("WARNING: ") and said[0].endswith("training goes on without it")
 
@@ -239,9 +239,9 @@ def test_a_disk_that_fills_up_ends_tensorboard_alone(tmp_path, said, monkeypatch
     with pytest.MonkeyPatch.context() as patched:
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         patched.setattr(writer._async_writer._writer, "write", mock.Mock(side_effect=full))
-        board.scalars("train", 1, {"loss": 1.0})
+        board.scalars(1, {"loss": 1.0})
         writer._async_writer._worker.join()
-    board.scalars("train", 2, {"loss": 1.0})
+    board.scalars(2, {"loss": 1.0})
     board.close()
     assert len(said) == 1 and "No space left on device" in said[0] and said[0].endswith("training goes on without it")
     assert not printed.called and threading.excepthook is printed

@@ -157,12 +157,8 @@ class Report(Callback):
         if self._board is None:
             self._board = Board(self._folder.path / "tensorboard" / f"call_{self._number:04d}")
             self._board.begin(self._before, {"model": self.model.name})
-        validation = {name.removeprefix("val_"): value for name, value in logs.items() if name.startswith("val_")}
-        training = {name: value for name, value in logs.items() if not name.startswith("val_")}
-        training |= {"learning_rate": line["learning_rate"], "speed/examples_per_second": line["examples_per_second"]}
-        for run, values in (("train", training), ("validation", validation)):
-            if values:
-                self._board.scalars(run, line["updates"], values)
+        speed = {"learning_rate": line["learning_rate"], "speed/examples_per_second": line["examples_per_second"]}
+        self._board.scalars(line["updates"], {**logs, **speed})
 
     def _update(self) -> None:
         """Brings the record of the running call up to date."""

@@ -193,9 +193,9 @@ class Timeline(Callback):
             self._sample(now, logs or {})
 
     def on_epoch_end(self, epoch, logs=None):
-        validation = {n.removeprefix("val_"): v for n, v in (logs or {}).items() if n.startswith("val_")}
-        if self._board and validation:
-            self._board.scalars("validation", self._recorder.updates, validation)
+        if self._board:
+            measured = {name: value for name, value in (logs or {}).items() if name.startswith("val_")}
+            self._board.scalars(self._recorder.updates, measured)
 
     def on_train_end(self, logs=None):
         if self._examples:
@@ -232,7 +232,7 @@ class Timeline(Callback):
             for gpu in usage["gpus"]:
                 scalars[f"device/gpu_{gpu['number']}_load"] = gpu["load"]
                 scalars[f"device/gpu_{gpu['number']}_memory_MiB"] = gpu["memory_used"]
-            self._board.scalars("train", self._recorder.updates, scalars)
+            self._board.scalars(self._recorder.updates, scalars)
         self._last, self._window, self._examples = now, Spent(), 0
         share = self._all.share("input") or 0.0
         if share > INPUT_LIMIT and self._all.seconds > JUDGED_S and not self._warned:
@@ -267,16 +267,19 @@ class Board:
             self._add(run, event_pb2.Event(wall_time=time.time(), step=update + 1, session_log=start))
         self._add("train", event_pb2.Event(wall_time=time.time(), step=update, summary=text))
 
-    def scalars(self, run: str, update: int, values: Mapping[str, object]) -> None:
-        """Adds the numbers among `values` to a run, `train` or `validation`."""
+    def scalars(self, update: int, values: Mapping[str, object]) -> None:
+        """Adds the numbers among `values` to `train`; those of `val_` names to `validation`, by the rest."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
-        summary = summary_pb2.Summary()
+        summaries: dict[str, summary_pb2.Summary] = {}
         for name, value in values.items():
             if isinstance(value, (int, float)):
-                summary.MergeFrom(scalar_pb(name, value))
-        self._add(run, event_pb2.Event(wall_time=time.time(), step=update, summary=summary))
+                run = "validation" if name.startswith("val_") else "train"
+                summary = summaries.setdefault(run, summary_pb2.Summary())
+                summary.MergeFrom(scalar_pb(name.removeprefix("val_"), value))
+        for run, summary in summaries.items():
+            self._add(run, event_pb2.Event(wall_time=time.time(), step=update, summary=summary))
 
     def close(self) -> None:
         """Flushes and closes the files."""
