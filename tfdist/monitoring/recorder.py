@@ -190,9 +190,8 @@ class Recorder(Callback):
         super().__init__()
         self.segments = segments or Segments()
         self._folder, self._plan = folder, plan
-        self._process_age = process_age()
         # Wall clocks jump (NTP, a board without a battery): a duration must not become negative by it.
-        self._created = self.begun = time.monotonic()
+        self.begun = time.monotonic()
         self.first_update: float | None = None  # seconds from the start of the process to its end
         self.updates = 0
         self.epochs = 0
@@ -266,7 +265,7 @@ class Recorder(Callback):
         self._last = time.perf_counter()
         self.segments.updated()
         if self.first_update is None:
-            self.first_update = self._process_age + time.monotonic() - self._created
+            self.first_update = process_age()
         self.updates += batch + 1 - self._in_epoch
         self._in_epoch = batch + 1
         if not self._compiled:  # the time so far includes compilation
