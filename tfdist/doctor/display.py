@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Mapping
 
+from tfdist.checkpoints.run_folder import strict
 from tfdist.distributed import gpus
 from tfdist.doctor import tensorflow_probe
 from tfdist.doctor.check import FAIL, OK, WARN, Finding, worst
@@ -134,11 +135,7 @@ def as_json(report: Report) -> dict[str, object]:
         "workdir": report.workdir,
         "versions": dict(report.versions),
         "machine": dataclasses.asdict(report.machine),
-        "gpus": [
-            {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in dataclasses.asdict(g).items()}
-            | {"tensorflow": report.tensorflow_name(g)}
-            for g in survey.gpus
-        ],
+        "gpus": [strict(dataclasses.asdict(g)) | {"tensorflow": report.tensorflow_name(g)} for g in survey.gpus],
         "tpu": report.tpu,
         "strategy": {
             "name": choice.name if choice else None,
