@@ -11,13 +11,13 @@ Exit codes: 0 done; 1 the model cannot be written so, or the result differs;
 2 the input is wrong; 130, 143 a signal.
 """
 
+import functools
 import importlib.util
 import itertools
 import json
 import os
 import pathlib
 import shutil
-import sys
 from typing import Any
 
 from absl import flags
@@ -106,9 +106,8 @@ def main() -> None:
     flags.DEFINE_string("output", "", "Folder to write.")
     flags.DEFINE_bool("overwrite", False, "Replace an earlier export that --output names.")
     flags.DEFINE_list("formats", ["saved_model"], f"What to write, of {', '.join(NEEDED)}.")
-    for name in job.MODEL_FLAGS:  # absl's --help lists the flags of the main module, and these are defined elsewhere
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
-    command_line.main(_run, command_line.parse_own, "interrupted, nothing was written")
+    parse = functools.partial(command_line.parse_own, shared=job.MODEL_FLAGS)
+    command_line.main(_run, parse, "interrupted, nothing was written")
 
 
 if __name__ == "__main__":
