@@ -29,17 +29,15 @@ def alexnet(spec: Spec, width: int = 64, units: int = 4096, dropout: float = 0.5
     small = min(spec.shape[:2]) < ALEXNET_SMALLEST
     image = keras.Input(spec.shape, dtype=spec.dtype, name="image")
     x = layers.scaled(spec, centred=True)(image)
-    convolution = lambda channels, size, name, **options: keras.layers.Conv2D(
-        channels, size, padding="same", activation="relu", kernel_initializer="he_normal", name=name, **options
+    convolution = lambda channels, size, name, strides=1, padding="same": keras.layers.Conv2D(
+        channels, size, strides, padding, activation="relu", kernel_initializer="he_normal", name=name
     )
     pool = lambda name: keras.layers.MaxPooling2D(3, 2, padding="same" if small else "valid", name=name)
     if small:
         x = convolution(width, 3, "conv1")(x)
     else:
         x = keras.layers.ZeroPadding2D(2, name="conv1_pad")(x)
-        x = keras.layers.Conv2D(
-            width, 11, strides=4, activation="relu", kernel_initializer="he_normal", name="conv1"
-        )(x)  # fmt: skip
+        x = convolution(width, 11, "conv1", 4, "valid")(x)
     x = pool("conv1_pool")(x)
     x = pool("conv2_pool")(convolution(3 * width, 5, "conv2")(x))
     x = convolution(6 * width, 3, "conv3")(x)
