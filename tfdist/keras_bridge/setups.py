@@ -118,10 +118,8 @@ def _code_of(thing: object) -> list:
     kinds = [kind for kind in type(thing).__mro__ if user_functions.is_own(kind)]
     functions = [thing, *(value for kind in kinds for value in vars(kind).values())]
     own = [f for f in functions if inspect.isfunction(f) and user_functions.is_own(f)]
-    return [
-        [_compiled_code(f.__code__), [c.cell_contents for c in f.__closure__ or () if c != types.CellType()]]
-        for f in own
-    ]
+    cells = lambda f: [cell.cell_contents for cell in f.__closure__ or () if cell != types.CellType()]
+    return [[_compiled_code(f.__code__), f.__defaults__, cells(f)] for f in own]
 
 
 def _compiled_code(code: types.CodeType) -> list:
