@@ -62,9 +62,9 @@ def of_training(model: keras.Model) -> dict[str, str]:
     for number, optimizer in enumerate(updating, 1):
         rate = keras_internals.rate_setting(optimizer)
         is_number = isinstance(rate, keras.Variable)
-        left_out = (*_OF_MODEL, *["learning_rate"] * is_number)
-        parts = [text(part, left_out) for part in (optimizer, *_code_of(optimizer), *_code_of(rate))]
-        parts += [] if is_number else [text(getattr(rate, "__dict__", ""))]
+        parts = [text(part, (*_OF_MODEL, "learning_rate")) for part in (optimizer, *_code_of(optimizer))]
+        schedule = () if is_number else (rate, getattr(rate, "__dict__", ""), *_code_of(rate))
+        parts += [text(part, _OF_MODEL) for part in schedule]
         facts[f"{SETUP} for optimizer {number}{_versions()}"] = digest(parts)
         if is_number and not int(keras_internals.counter(optimizer)):
             facts[f"the learning rate of optimizer {number}"] = f"{float(np.asarray(rate)):.7g}"
