@@ -7,7 +7,8 @@ import inspect
 import json
 import platform
 import types
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -26,7 +27,7 @@ _OF_PROCESS = ("seed", "synchronized", "code")
 number of its line in it."""
 _OF_MODEL = ("name", "layers", "input_layers", "output_layers", "dtype", "vocabulary", "build_config", "trainable")
 """Settings of layers that follow the process, or that are those of other layers."""
-_FIRST = "_tfdist_setup"  # attribute of a model with what its layers held at first
+_SEEN: dict[int, tuple[weakref.ref, str]] = {}  # objects of the user's by their ids, with their digests
 _WRAPPERS = keras.layers.TFSMLayer, keras.layers.JaxLayer, keras.layers.FlaxLayer, keras.layers.TorchModuleWrapper
 """Layers of Keras' that compute what somebody else has written."""
 
@@ -37,19 +38,15 @@ def of_model(model: keras.Model) -> dict[str, str]:
     Such are settings and vocabularies of its layers, the operations between them, and what layers of the user's do and
     hold. The name differs between versions of Keras, which add settings, and of Python, which compile otherwise.
     """
-    layers = keras_internals.flat_layers(model)
-    parts = [repr(keras_internals.vocabularies(model)), text(_graph(model), _OF_MODEL), held(model, layers)]
-    parts += [f"{type(layer).__name__} {layer.compute_dtype} {text(layer, _OF_MODEL)}" for layer in layers]
+    parts = [repr(keras_internals.vocabularies(model)), text(_graph(model), _OF_MODEL)]
+    parts += [f"{layer.compute_dtype} {of_object(layer)}" for layer in keras_internals.flat_layers(model)]
     return {f"{SETUP}{_versions()}": digest(parts)}
 
 
 def of_losses(model: keras.Model) -> dict[str, str]:
-    """Returns by name a digest of the losses and metrics of a model, and of what their functions do and read."""
-    losses = keras.tree.flatten(model.loss) if model.compiled else []
-    parts = [text(part, _OF_MODEL) for part in keras_internals.compiled_with(model)] if model.compiled else []
-    for loss in losses:  # whose `get_config` leaves numbers out
-        parts += [text(part, _OF_MODEL) for part in (loss, getattr(loss, "__dict__", ""), *_code_of(loss))]
-    return {f"{SETUP} for its loss{_versions()}": digest(parts)}
+    """Returns by name a digest of the losses and metrics of a model."""
+    given = [model.loss, *keras_internals.compiled_with(model)] if model.compiled else []
+    return {f"{SETUP} for its loss{_versions()}": digest([of_object(part) for part in keras.tree.flatten(given)])}
 
 
 def of_training(model: keras.Model) -> dict[str, str]:
@@ -62,13 +59,37 @@ def of_training(model: keras.Model) -> dict[str, str]:
     for number, optimizer in enumerate(updating, 1):
         rate = keras_internals.rate_setting(optimizer)
         is_number = isinstance(rate, keras.Variable)
-        parts = [text(part, (*_OF_MODEL, "learning_rate")) for part in (optimizer, *_code_of(optimizer))]
-        schedule = () if is_number else (rate, getattr(rate, "__dict__", ""), *_code_of(rate))
-        parts += [text(part, _OF_MODEL) for part in schedule]
+        parts = [of_object(optimizer, (*_OF_MODEL, "learning_rate")), "" if is_number else of_object(rate)]
         facts[f"{SETUP} for optimizer {number}{_versions()}"] = digest(parts)
         if is_number and not int(keras_internals.counter(optimizer)):
             facts[f"the learning rate of optimizer {number}"] = f"{float(np.asarray(rate)):.7g}"
     return facts
+
+
+def of_object(part: Any, left_out: Iterable[str] = _OF_MODEL) -> str:
+    """Returns a digest of an object's settings, and of what it does and holds if it is the user's.
+
+    Of the user's it is that of the first time that it is seen, since calls and callbacks change what it holds.
+    """
+    is_own = user_functions.is_own(part if inspect.isfunction(part) else type(part))
+    known = _SEEN.get(id(part))
+    if is_own and known and known[0]() is part:
+        return known[1]
+    of_classes = {n: v for kind in type(part).__mro__ if user_functions.is_own(kind) for n, v in vars(kind).items()}
+    held = {name: value for name, value in getattr(part, "__dict__", {}).items() if name not in _usual()}
+    if isinstance(part, keras.Layer | keras.callbacks.Callback | keras.optimizers.Optimizer | keras.Metric):
+        held = {n: v for n, v in held.items() if _is_constant(v) and (is_own or inspect.isfunction(v))}
+    # Losses and schedules have numbers that their `get_config` leaves out.
+    parts = [part, *held.items(), *((n, v) for n, v in of_classes.items() if _is_constant(v))]
+    made = digest([text(each, left_out) for each in parts])
+    if is_own:
+        _SEEN[id(part)] = weakref.ref(part), made
+    return made
+
+
+@functools.cache
+def _usual() -> frozenset[str]:
+    return frozenset(vars(keras.Model(name="usual")))
 
 
 def _versions() -> str:
@@ -88,38 +109,13 @@ def _graph(model: keras.Model) -> list:
     return found
 
 
-def held(owner: object, parts: Sequence[object]) -> str:
-    """Returns a digest of the code of those parts that are the user's, and of the numbers and functions that they hold.
-
-    It is that of the first time that the owner is seen, since calls and callbacks set other numbers.
-    """
-    if _FIRST not in vars(owner):
-        usual, found = vars(keras.Model(name="usual")), list[str]()
-        for part in parts:
-            values = {name: value for name, value in vars(part).items() if name not in usual}
-            functions = [code for value in values.values() for code in _code_of(value) if inspect.isfunction(value)]
-            own = {n: v for n, v in values.items() if user_functions.is_own(type(part)) and _is_constant(v)}
-            found += [text(each) for each in (*own.items(), *functions, *_code_of(part))]
-        vars(owner)[_FIRST] = digest(found)
-    return vars(owner)[_FIRST]
-
-
 def _is_constant(value: object) -> bool:
     """Returns whether a value is no count, text or symbol, which follow the process or the calls."""
     if isinstance(value, list | tuple | dict):
         return all(map(_is_constant, value.values() if isinstance(value, dict) else value))
     is_eager = isinstance(value, tf.Tensor) and hasattr(value, "numpy")
-    constants = float, np.ndarray, np.floating, types.FunctionType, tf.lookup.StaticHashTable
-    return is_eager or isinstance(value, constants)
-
-
-def _code_of(thing: object) -> list:
-    """Returns what a function of the user's, or the methods of an object of theirs, do, and what they enclose."""
-    kinds = [kind for kind in type(thing).__mro__ if user_functions.is_own(kind)]
-    functions = [thing, *(value for kind in kinds for value in vars(kind).values())]
-    own = [f for f in functions if inspect.isfunction(f) and user_functions.is_own(f)]
-    cells = lambda f: [cell.cell_contents for cell in f.__closure__ or () if cell != types.CellType()]
-    return [[_compiled_code(f.__code__), f.__defaults__, cells(f)] for f in own]
+    constants = float, np.ndarray, np.floating, tf.lookup.StaticHashTable, property, staticmethod
+    return is_eager or isinstance(value, constants) or inspect.isfunction(inspect.unwrap(value))  # type: ignore[arg-type]
 
 
 def _compiled_code(code: types.CodeType) -> list:
@@ -154,7 +150,8 @@ def text(thing: Any, left_out: Iterable[str] = ()) -> str:
 
 
 def _setup(thing: Any) -> object:
-    """Returns what a function reads, or what an object was made with, as far as it tells."""
+    """Returns what a function does and reads, or what an object was made with, as far as it tells."""
+    thing = thing.fget if isinstance(thing, property) else inspect.unwrap(thing)
     if isinstance(thing, type) or (inspect.isfunction(thing) and not user_functions.is_own(thing)):
         return f"{thing.__module__}.{thing.__qualname__}"
     if hasattr(thing, "__array__"):
@@ -170,6 +167,7 @@ def _setup(thing: Any) -> object:
     if inspect.isfunction(thing):
         read = inspect.getclosurevars(thing)
         values = {**read.globals, **read.nonlocals, "defaults": [thing.__defaults__, thing.__kwdefaults__]}
+        values |= {"body": _compiled_code(thing.__code__)}
         own = lambda value: inspect.isfunction(value) and value is not thing and user_functions.is_own(value)
         return {name: value for name, value in values.items() if not callable(value) or own(value)}
     made: dict[str, Any] = {"": type(thing).__name__}

@@ -212,8 +212,7 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
     facts |= {name: str(arguments[name]) for name in _SETTINGS if arguments.get(name) is not None}
     facts |= setups.of_training(model)
     kept = [callback for callback in _callbacks(arguments) if not training_run.starts_anew(callback)]
-    parts = [setups.text((callback, setups.held(callback, [callback]))) for callback in kept]
-    facts["the setup of the callbacks"] = setups.digest(parts)
+    facts["the setup of the callbacks"] = setups.digest([setups.of_object(callback, ()) for callback in kept])
     data = {name: arguments.get(name) for name in ("x", "y", "sample_weight", "validation_data")}
     facts |= {f"{CONTENT} {name}": setups.digest(part) for name, part in data.items() if _in_memory(part)}
     facts[STARTING] = setups.digest(model.get_weights())
