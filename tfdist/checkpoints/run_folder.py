@@ -44,11 +44,11 @@ class RunFolder:
       name: as the user writes it, if not `path`.
     """
 
-    def __init__(self, path: str, writes: bool = True, name: str = "", storage: files.Disk = files.DISK):
+    def __init__(self, path: str, writes: bool = True, name: str = ""):
         self.path = pathlib.Path(path)
         self.name = name or str(self.path)
         self.checkpoints = self.path / "checkpoints"
-        self.storage, self.writes = storage, writes
+        self.storage, self.writes = files.DISK, writes
         self.lock = FolderLock(self.path, self.name, f"process {os.getpid()} on {platform.node()}\n".encode())
         self._unwritten: dict[str, list[str]] = {}  # lines that could not be written, by file
         self._restored: dict[str, bytes] = {}

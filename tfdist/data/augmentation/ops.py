@@ -237,9 +237,9 @@ class Recipe:
         return image
 
 
-def parse(text: str, maximum: float = 255.0, field: str = "data.augment") -> Recipe:
+def parse(text: str, maximum: float = 255.0) -> Recipe:
     """Returns the recipe that `text` describes, such as `flip, crop(4), mixup(0.2)`; empty for none."""
-    steps = field_syntax.augment_steps(text, field)
+    steps = field_syntax.augment_steps(text)
     return Recipe(
         tuple(s for s in steps if s.name not in field_syntax.MIXING),
         tuple(s for s in steps if s.name in field_syntax.MIXING),
