@@ -139,7 +139,7 @@ def test_learning_rate_scales_with_the_batch(rule, batch, factor):
     made = schedule_lib.make(validation.validate(experiment), 1024, 2)
     assert made.rate == pytest.approx(0.1 * factor)
     assert (f"learning rate 0.1 scaled to {0.1 * factor:g}" in made.describe()) == (factor != 1.0)
-    schedule = optimizers.rate(experiment, made)
+    schedule = optimizers.rate(made)
     # Warm-up starts where the small batch trains, not above the goal.
     assert float(schedule(0)) == pytest.approx(0.1 if factor > 1 else 0.0)
     assert float(schedule(made.warmup)) == pytest.approx(0.1 * factor)

@@ -259,7 +259,7 @@ def experiment(kind, options, warmup=f"{WARMUP} steps", **more):
 
 
 def rates(wanted, updates):
-    schedule = optimizers.rate(wanted, schedule_lib.make(wanted, 200, 1))
+    schedule = optimizers.rate(schedule_lib.make(wanted, 200, 1))
     return [float(np.asarray(schedule(u) if callable(schedule) else schedule)) for u in updates]
 
 
@@ -282,7 +282,7 @@ def test_against_the_formula(kind, options):
 @pytest.mark.parametrize("kind, options", [("linear", "end=0.1"), ("exponential", ""), ("step", "boundaries=30% 60%")])
 def test_without_warmup_it_is_a_schedule_of_keras_alone(kind, options):
     wanted = experiment(kind, options, warmup="0%")
-    schedule = optimizers.rate(wanted, schedule_lib.make(wanted, 200, 1))
+    schedule = optimizers.rate(schedule_lib.make(wanted, 200, 1))
     assert type(schedule).__module__.startswith("keras.")
     share = {
         "linear": lambda u: 1 - 0.9 * u / 120,
@@ -301,7 +301,7 @@ def test_a_rate_scaled_to_a_large_batch_climbs_from_the_small_one():
 def test_a_dry_run_tells_it():
     wanted = experiment("step", "boundaries=50 100", warmup="10")
     schedule = schedule_lib.make(wanted, 200, 1)
-    line = dry_run._rates(optimizers.rate(wanted, schedule), schedule)
+    line = dry_run._rates(optimizers.rate(schedule), schedule)
     assert line == "update 1: 0, 11: 0.4, 51: 0.04, 60: 0.04, 101: 0.004, 120: 0.004"
 
 

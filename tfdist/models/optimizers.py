@@ -41,7 +41,7 @@ def build(experiment: config.Experiment, plan: Plan) -> keras.optimizers.Optimiz
             what = f"optimizer.name={wanted.name!r} has no learning rate by default"
             raise UserError(what, "set optimizer.learning_rate")
         plan = dataclasses.replace(plan, rate=own.default)
-    options["learning_rate"] = rate(experiment, plan)
+    options["learning_rate"] = rate(plan)
     try:
         optimizer = user_functions.call("optimizer.options", function, options)
     except (TypeError, ValueError) as error:  # Keras' optimizers take **kwargs and complain by themselves
@@ -61,7 +61,7 @@ def exclude(model: keras.Model, wanted: config.Optimizer) -> None:
         )
 
 
-def rate(experiment: config.Experiment, plan: Plan) -> float | LearningRateSchedule:
+def rate(plan: Plan) -> float | LearningRateSchedule:
     """Returns the learning rate, a number or a schedule over updates."""
     decay, warmup, peak = plan.decay, plan.warmup, plan.rate
     if decay.kind == "constant" and not warmup:
