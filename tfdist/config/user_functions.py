@@ -143,10 +143,7 @@ def _opens_for_user() -> bool:
 
 
 def settings_read() -> dict[str, str]:
-    """Returns by name digests of the settings that code of the user has read, and that nothing here has written.
-
-    Keras' own, which a keras.json file may change, count: layers and losses of the user's look at them.
-    """
+    """Returns by name digests of settings that the user's code has read and nothing here written, and of Keras' own."""
     import keras
 
     digest = lambda path: hashlib.sha256(path.read_bytes()).hexdigest()[:16]

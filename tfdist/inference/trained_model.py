@@ -241,18 +241,16 @@ def _from_file(requested: ModelRequest, plain: "keras.Model") -> Weights:
     return shown, list(plain.get_weights())
 
 
-def _check_code(
-    requested: ModelRequest, experiment: config.Experiment, plain: "keras.Model", recorded: Mapping[str, object]
-) -> None:
+def _check_code(asked: ModelRequest, experiment: config.Experiment, plain: "keras.Model", known: Mapping) -> None:
     """Refuses functions of the user's, or what they make of the data, that are others than those of the training."""
     from tfdist.keras_bridge import setups
 
-    differing = lambda here: [name for name, digest in here.items() if recorded.get(name, digest) != digest]
+    differing = lambda here: [name for name, digest in here.items() if known.get(name, digest) != digest]
     code = user_functions.code_digests(own_work.functions(experiment).values())
     changed = differing(code) or differing(setups.of_model(plain))
-    if changed and not requested.trust_code:
-        what = f"{', '.join(changed)} has changed since {requested.name} was trained, so the model may be another"
-        raise UserError(what, f"bring it back, give --model={requested.shown(requested.path / MODEL)}, or --trust_code")
+    if changed and not asked.trust_code:
+        what = f"{', '.join(changed)} has changed since {asked.name} was trained, so the model may be another"
+        raise UserError(what, f"bring it back, give --model={asked.shown(asked.path / MODEL)}, or --trust_code")
 
 
 def _from_checkpoint(requested: ModelRequest, experiment: config.Experiment, plain: "keras.Model") -> Weights:

@@ -138,11 +138,9 @@ def carried_states(model: keras.Model) -> list[keras.Variable]:
 
 def vocabularies(model: keras.Model) -> list[list[str]]:
     """Returns what the lookup layers of a model have read or been adapted to, which is in no list of variables."""
-    found = []
-    for layer in flat_layers(model):
-        if callable(words := getattr(layer, "get_vocabulary", None)):
-            found.append([*map(str, words()), str(np.asarray(getattr(layer, "idf_weights", ())).tolist())])
-    return found
+    layers = [layer for layer in flat_layers(model) if hasattr(layer, "get_vocabulary")]
+    weights = [np.asarray(getattr(layer, "idf_weights", ())).tolist() for layer in layers]
+    return [[*map(str, layer.get_vocabulary()), *map(str, known)] for layer, known in zip(layers, weights)]
 
 
 def input_structure(model: keras.Model) -> Structure:

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import __version__
 from tfdist.config import cpu_kernels, user_functions
 from tfdist.config.user_functions import SETUP
 from tfdist.data.spec import Structure
@@ -27,6 +28,7 @@ _OF_PROCESS = ("seed", "synchronized", "code")
 number of its line in it."""
 _OF_MODEL = ("name", "layers", "input_layers", "output_layers", "dtype", "vocabulary", "build_config", "trainable")
 """Settings of layers that follow the process, or that are those of other layers."""
+_VERSIONS = f" (Keras {keras.__version__}, Python {platform.python_version()})"
 _SEEN: dict[int, tuple[weakref.ref, str]] = {}  # objects of the user's by their ids, with their digests
 _WRAPPERS = keras.layers.TFSMLayer, keras.layers.JaxLayer, keras.layers.FlaxLayer, keras.layers.TorchModuleWrapper
 """Layers of Keras' that compute what somebody else has written."""
@@ -40,13 +42,13 @@ def of_model(model: keras.Model) -> dict[str, str]:
     """
     parts = [repr(keras_internals.vocabularies(model)), text(_graph(model), _OF_MODEL)]
     parts += [f"{layer.compute_dtype} {of_object(layer)}" for layer in keras_internals.flat_layers(model)]
-    return {f"{SETUP}{_versions()}": digest(parts)}
+    return {f"{SETUP}{_VERSIONS}": digest(parts)}
 
 
 def of_losses(model: keras.Model) -> dict[str, str]:
     """Returns by name a digest of the losses and metrics of a model."""
     given = [model.loss, *keras_internals.compiled_with(model)] if model.compiled else []
-    return {f"{SETUP} for its loss{_versions()}": digest([of_object(part) for part in keras.tree.flatten(given)])}
+    return {f"{SETUP} for its loss{_VERSIONS}": digest([of_object(part) for part in keras.tree.flatten(given)])}
 
 
 def of_training(model: keras.Model) -> dict[str, str]:
@@ -60,7 +62,7 @@ def of_training(model: keras.Model) -> dict[str, str]:
         rate = keras_internals.rate_setting(optimizer)
         is_number = isinstance(rate, keras.Variable)
         parts = [of_object(optimizer, (*_OF_MODEL, "learning_rate")), "" if is_number else of_object(rate)]
-        facts[f"{SETUP} for optimizer {number}{_versions()}"] = digest(parts)
+        facts[f"{SETUP} for optimizer {number}{_VERSIONS}"] = digest(parts)
         if is_number and not int(keras_internals.counter(optimizer)):
             facts[f"the learning rate of optimizer {number}"] = f"{float(np.asarray(rate)):.7g}"
     return facts
@@ -72,11 +74,11 @@ def of_object(part: Any, left_out: Iterable[str] = _OF_MODEL) -> str:
     Of the user's it is that of the first time that it is seen, since calls and callbacks change what it holds.
     """
     is_own = user_functions.is_own(part if inspect.isfunction(part) else type(part))
-    known = _SEEN.get(id(part))
-    if is_own and known and known[0]() is part:
+    if is_own and (known := _SEEN.get(id(part))) and known[0]() is part:
         return known[1]
     of_classes = {n: v for kind in type(part).__mro__ if user_functions.is_own(kind) for n, v in vars(kind).items()}
-    held = {name: value for name, value in getattr(part, "__dict__", {}).items() if name not in _usual()}
+    usual = vars(keras.Model(name="usual"))
+    held = {name: value for name, value in getattr(part, "__dict__", {}).items() if name not in usual}
     if isinstance(part, keras.Layer | keras.callbacks.Callback | keras.optimizers.Optimizer | keras.Metric):
         held = {n: v for n, v in held.items() if _is_constant(v) and (is_own or inspect.isfunction(v))}
     # Losses and schedules have numbers that their `get_config` leaves out.
@@ -85,15 +87,6 @@ def of_object(part: Any, left_out: Iterable[str] = _OF_MODEL) -> str:
     if is_own:
         _SEEN[id(part)] = weakref.ref(part), made
     return made
-
-
-@functools.cache
-def _usual() -> frozenset[str]:
-    return frozenset(vars(keras.Model(name="usual")))
-
-
-def _versions() -> str:
-    return f" (Keras {keras.__version__}, Python {platform.python_version()})"
 
 
 def _graph(model: keras.Model) -> list:
@@ -187,35 +180,14 @@ def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure,
     Only a training depends on optimizers, and a prediction not even on losses. It is empty if some of the code is the
     user's own, and the model is to be checked each time: globals, files and data may decide what that computes.
     """
-    import tfdist
-
     if may_be_rare(model, kind):
         return ""
-    layers, optimizers = keras_internals.flat_layers(model), preconditions.optimizers(model) if kind == "train" else []
-    parts: list[str] = [tf.__version__, keras.__version__, tfdist.__version__, distribution.name]
-    parts += [str(distribution.replicas), kind, comparison, distribution.jit, cpu_kernels.in_use()]
-    parts += [f"{tuple(t.shape)} {t.dtype}" for t in keras.tree.flatten(rows)]
-    parts += [f"{v.name} {v.shape} {v.dtype} {v.trainable}" for v in model.variables]
-    try:
-        text = json.dumps([*parts, layers, _compiled(model, kind)], default=_described)
-    except (TypeError, ValueError, NotImplementedError):
-        return ""
-    # Keras numbers the layers of a process: the same model has other names each time that it is built.
-    for number, name in enumerate(dict.fromkeys(thing.name for thing in [*layers, *optimizers])):
-        text = text.replace(repr(name), f"#{number}")
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _described(thing: Any) -> list[str]:
-    kind = thing if isinstance(thing, type | types.FunctionType) else type(thing)
-    has_settings = not isinstance(thing, type) and hasattr(thing, "get_config")
-    return [kind.__module__, kind.__qualname__, repr(thing.get_config() if has_settings else "")]
-
-
-def _compiled(model: keras.Model, kind: str) -> list:
-    """Returns what `compile` was given that decides about a computation."""
-    optimizers = preconditions.optimizers(model) if kind == "train" else []
-    return [*optimizers, *(keras_internals.compiled_with(model) if kind != "predict" else [])]
+    parts = [tf.__version__, __version__, distribution.name, str(distribution.replicas), distribution.jit]
+    parts += [kind, comparison, cpu_kernels.in_use(), *(f"{t.shape} {t.dtype}" for t in keras.tree.flatten(rows))]
+    parts += [f"{v.shape} {v.dtype} {v.trainable}" for v in model.variables]
+    parts += [f"{layer.trainable} {getattr(layer, 'synchronized', '')}" for layer in keras_internals.flat_layers(model)]
+    compiled = {"train": of_training, "test": of_losses}.get(kind, of_model)(model)
+    return digest([*parts, *(of_model(model) | compiled).values()])
 
 
 def runs_own(model: keras.Model, kind: str) -> bool:
@@ -223,7 +195,9 @@ def runs_own(model: keras.Model, kind: str) -> bool:
     methods = {"train": preconditions.TRAINING, "test": preconditions.EVALUATION, "predict": preconditions.PREDICTION}
     layers = keras_internals.flat_layers(model)
     own = preconditions.replaced(model, methods[kind]) or any(isinstance(layer, _WRAPPERS) for layer in layers)
-    return bool(own) or user_functions.runs_own([*layers, *_compiled(model, kind)])
+    compiled = [*preconditions.optimizers(model)] if kind == "train" else []
+    compiled += keras_internals.compiled_with(model) if kind != "predict" else []
+    return bool(own) or user_functions.runs_own([*layers, *compiled])
 
 
 def may_be_rare(model: keras.Model, kind: str) -> bool:

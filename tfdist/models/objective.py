@@ -175,7 +175,12 @@ def class_weights(text: str, data: Loaded) -> dict[int, float] | None:
     one_each = y is not None and not tf.nest.is_nested(y) and tf.as_dtype(y.dtype).is_integer
     if classes is None or not one_each or tuple(y.shape[1:]) not in ((), (1,)):
         raise UserError(f"train.class_weight={text!r} is for data with one class per example", "leave it out")
-    weights = _balanced(data.train.class_counts(classes)) if text == "balanced" else _parsed(text, classes, names)
+    if text == "balanced":  # as scikit-learn's: n / (classes x examples of the class), so that all weigh the same
+        counts = data.train.class_counts(classes)
+        present = np.flatnonzero(counts)
+        weights = {int(c): float(counts.sum() / (len(present) * counts[c])) for c in present}
+    else:
+        weights = _parsed(text, classes, names)
     logger.info(f"class weights: {_described(weights, names)}")
     return weights
 
@@ -194,12 +199,6 @@ def _parsed(text: str, classes: int, names: tuple[str, ...]) -> dict[int, float]
     if all(weights.get(number) == 0 for number in range(classes)):
         raise UserError(f"train.class_weight={text!r} gives every class the weight 0", "leave some to be learned")
     return weights
-
-
-def _balanced(counts: np.ndarray) -> dict[int, float]:
-    """Returns n / (classes x examples of the class), scikit-learn's `balanced`: all classes weigh the same together."""
-    present = np.flatnonzero(counts)
-    return {int(c): float(counts.sum() / (len(present) * counts[c])) for c in present}
 
 
 def _described(weights: dict[int, float], names: tuple[str, ...]) -> str:

@@ -54,7 +54,10 @@ def load_tars(path: str, splits: Mapping[str, str], options: Options, free: bool
     needed = {name: by_split[name] for name in by_split if name in split_names(splits.values())} or by_split
 
     def converted(datasets: Any) -> Any:
-        tables = os.path.join(datasets.config.HF_DATASETS_CACHE, _identity(itertools.chain(*needed.values())))
+        # By which files these are: `datasets` looks at the time of their content alone, which may be set.
+        stats = [(path, os.stat(path)) for path in itertools.chain(*needed.values())]
+        about = repr([(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in stats])
+        tables = os.path.join(datasets.config.HF_DATASETS_CACHE, hashlib.sha256(about.encode()).hexdigest()[:16])
         builder = datasets.load_dataset_builder("webdataset", data_files=needed, cache_dir=tables)
         if not (prepare or os.path.isdir(builder.cache_dir)):
             raise UserError(f"{what} is not in {builder.cache_dir} yet, and a dry run copies nothing", "run without it")
@@ -104,12 +107,6 @@ def _check_end(path: str) -> None:
             if piece.count(0) < len(piece):
                 what = f"{path} goes on after the end of an archive, at byte {tar.offset}: those examples would be lost"
                 raise UserError(what, "leave apart what was put together with cat, or write it again")
-
-
-def _identity(paths: Iterable[str]) -> str:
-    """Returns a digest of which files these are; `datasets` looks at the time of their content alone, which is set."""
-    about = [(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path in paths for s in (os.stat(path),)]
-    return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 
 
 def _exact(keyed: Iterable[tuple[object, dict]], features: dict) -> Iterator[tuple[object, dict]]:
