@@ -24,8 +24,7 @@ from tfdist.keras_bridge import keras_internals, preconditions, row_mixing
 
 _IDLE = {"seed", "verbose", "filepath", "filename", "log_dir", "backup_dir"}  # drawn, told by the time, or for show
 _OF_PROCESS = ("seed", "synchronized", "code")
-"""Settings that are drawn, that follow the number of replicas, or that are compared as files: a Lambda's code has the
-number of its line in it."""
+"""Settings that are drawn, that follow the number of replicas, or that have numbers of lines, as a Lambda's code."""
 _OF_MODEL = ("name", "layers", "input_layers", "output_layers", "dtype", "vocabulary", "build_config", "trainable")
 """Settings of layers that follow the process, or that are those of other layers."""
 _VERSIONS = f" (Keras {keras.__version__}, Python {platform.python_version()})"

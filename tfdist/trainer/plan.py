@@ -113,7 +113,8 @@ class TrainingPlan:
         """Returns the training as checkpoints see it."""
         options, batch = self.options, self.layout.batch
         validation = self.validation.source if self.validation else None
-        facts = data_facts(self.source, validation) | {"shuffle": options.shuffle} if options.checkpoints else {}
+        own = {name: str(getattr(options, name)) for name in ("shuffle", "lr_multipliers", "layer_decay")}
+        facts = data_facts(self.source, validation) | own if options.checkpoints else {}
         data = batch, self.updates_per_epoch, options.seed, self.source.size, options.virtual_replicas, facts
         return TrainingRun(self.model, options.distribution, self.callbacks, *data)
 
