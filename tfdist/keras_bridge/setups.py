@@ -83,7 +83,7 @@ def of_object(part: Any, left_out: Iterable[str] = _OF_MODEL) -> str:
     # Losses and schedules have numbers that their `get_config` leaves out.
     parts = [part, *held.items(), *((n, v) for n, v in of_classes.items() if _is_constant(v))]
     made = digest([text(each, left_out) for each in parts])
-    if is_own:
+    if is_own and type(part).__weakrefoffset__:
         _SEEN[id(part)] = weakref.ref(part), made
     return made
 
