@@ -77,7 +77,7 @@ def of_object(part: Any, left_out: Iterable[str] = _OF_MODEL) -> str:
         return known[1]
     of_classes = {n: v for kind in type(part).__mro__ if user_functions.is_own(kind) for n, v in vars(kind).items()}
     usual = vars(keras.Model(name="usual"))
-    held = {name: value for name, value in getattr(part, "__dict__", {}).items() if name not in usual}
+    held = {n: v for n, v in getattr(part, "__dict__", {}).items() if n not in usual and not inspect.isfunction(part)}
     if isinstance(part, keras.Layer | keras.callbacks.Callback | keras.optimizers.Optimizer | keras.Metric):
         held = {n: v for n, v in held.items() if _is_constant(v) and (is_own or inspect.isfunction(v))}
     # Losses and schedules have numbers that their `get_config` leaves out.
