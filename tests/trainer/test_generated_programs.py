@@ -6,6 +6,7 @@ TFDIST_TEST_SEED=123 runs the program of one seed, under each number of replicas
 import dataclasses
 import inspect
 import os
+import pathlib
 import re
 
 import keras
@@ -68,3 +69,29 @@ OTHERWISE = {
 
 def test_a_seed_gives_one_program():
     assert writer.write(7) == writer.write(7) != writer.write(8)
+
+
+SETUPS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from programs.generated import running, writer
+from tfdist.keras_bridge import setups
+class Api:
+    notes = []
+    def fit(self, model, *args, **kwargs):
+        print(seed, sorted(setups.of_training(model).items()))
+        raise KeyError
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+for seed in range(1200, 1240):
+    running.run(writer.write(seed), Api(), running.pathlib.Path("."))
+"""
+
+
+@pytest.mark.whole
+def test_a_setup_is_the_same_in_another_process(run, tmp_path):
+    """An address, or the order of a set, would refuse to resume an unchanged script."""
+    (tmp_path / "made.py").write_text(SETUPS)
+    folder = str(pathlib.Path(__file__).parents[1])
+    one, other = (run("made", folder, real=True, PYTHONHASHSEED=seed).stdout for seed in "12")
+    assert one.count("the setup of the model for its loss") > 30 and one == other
