@@ -396,6 +396,36 @@ model.fit(np.array(["a", "b"], object), np.ones((2, 1)), verbose=0)
 
 
 @pytest.mark.faults
+def test_a_fit_within_a_callback_moves_no_seed(script, tmp_path):
+    """A call that is restored does not call its callbacks again, and later ones had another order."""
+    (tmp_path / "own.py").write_text("""
+import os, signal, keras, numpy as np
+keras.utils.set_random_seed(1)
+x = np.random.RandomState(0).randn(40, 2)
+def made():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+class Probe(keras.callbacks.Callback):
+    get_state, set_state = lambda self: {}, lambda self, state: None
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0:
+            made().fit(x, x[:, :1], epochs=1, verbose=0)
+        elif "KILL" in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
+model = made()
+for callbacks in [Probe()], []:
+    history = model.fit(x, x[:, :1], epochs=3, batch_size=8, verbose=0, callbacks=callbacks).history
+print(history)
+""")
+    flags = "--strategy=default", "--workdir=kept", "--checkpoint_every=1 steps"
+    undisturbed = script(flags[0], program=("own.py",))
+    assert script(*flags, program=("own.py",), KILL="1").returncode
+    done = script(*flags, program=("own.py",))
+    assert done.returncode == 0 and done.stdout == undisturbed.stdout and done.stdout, done.stderr
+
+
+@pytest.mark.faults
 def test_an_unchanged_script_with_odd_parts_continues(script, tmp_path):
     """Modules that are loaded on demand, sets, a layer with a random seed, data that train again with other bits."""
     (tmp_path / "later.py").write_text("VALUE = 1")

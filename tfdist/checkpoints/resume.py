@@ -125,10 +125,9 @@ def _agrees(
         for name, value in identity.items()
         if before.get(name, value) != value  # earlier versions had fewer
     ]
-    digests = MODEL_FILE, CODE, SETUP
     odd = odd or [  # else the data may well be other, too
-        f"{name} has changed" if name.startswith(digests) else f"{name} is {there} there and {here} here"
-        for name, there, here in differing_facts(chosen.state.get("facts", {}), facts)
+        f"{name} has changed" if name.startswith((MODEL_FILE, CODE, SETUP)) else f"{name} is {old} there and {new} here"
+        for name, old, new in differing_facts(chosen.state.get("facts", {}), facts)
     ]
     if not odd:
         return True

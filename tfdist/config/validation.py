@@ -29,7 +29,6 @@ _FROM_ZERO = (
     "optimizer.learning_rate", "optimizer.weight_decay", "optimizer.clip_norm",
     "optimizer.base_batch",
 )  # fmt: skip
-_SKIPPING = "csv:", "parquet:", "image_folder:", "tfrecord:"  # data of which bad examples can be left out
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     *((field, lambda value: value >= 1, "be at least 1") for field in _FROM_ONE),
     *((field, lambda value: value >= 0, "not be negative") for field in _FROM_ZERO),
@@ -127,7 +126,7 @@ def without_effect(experiment: Experiment) -> list[str]:
         "config.train.monitor": train.patience == 0 and "train.patience",
         "config.train.max_rollbacks": train.on_nonfinite == "stop" and "train.on_nonfinite=rollback",
         "config.data.resize": not data.image_size and "data.image_size",
-        "config.data.on_error": not data.name.startswith(_SKIPPING) and f"{', '.join(_SKIPPING)} in data.name",
+        "config.data.on_error": not re.match("(csv|parquet|image_folder|tfrecord):", data.name) and "files to skip",
         "config.data.data_dir": other and "a TFDS name in data.name",
         "config.checkpoint.keep": not saves and "checkpoint.every",
     }

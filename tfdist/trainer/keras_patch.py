@@ -240,9 +240,11 @@ class KerasPatch:
             if self.distribution.workers > 1:
                 _save_on_all_workers(arguments.get("callbacks"))
             # Else each of several calls would see the examples in the same order.
-            arguments.setdefault("seed", (keras_internals.global_seed() + 7919 * self._fits) % 2**31)
-            self._fits += 1
-            return self._call_fit(ours, model, arguments) if self._call_fit else ours(model, **arguments)
+            number, self._fits = self._fits, self._fits + 1
+            arguments.setdefault("seed", (keras_internals.global_seed() + 7919 * number) % 2**31)
+            result = self._call_fit(ours, model, arguments) if self._call_fit else ours(model, **arguments)
+            self._fits = number + 1  # those within callbacks are not called again where this one is restored
+            return result
 
         return method
 
