@@ -418,11 +418,12 @@ class Times(L.Layer):
         return x * (self.held[0] if isinstance(self.held, list) else self.held)
 
 
-def setup(middle=lambda h: h, loss="mse", rate=0.1, shuffle=True, **options):
+def setup(distribution, middle=lambda h: h, loss="mse", rate=0.1, shuffle=True, **options):
     keras.utils.set_random_seed(1)
-    x = keras.Input((3,))
-    made = keras.Model(x, L.Dense(1)(middle(L.Dense(3, name="first")(x))))
-    made.compile(keras.optimizers.SGD(rate, **options), loss)
+    with distribution.scope():
+        x = keras.Input((3,))
+        made = keras.Model(x, L.Dense(1)(middle(L.Dense(3, name="first")(x))))
+        made.compile(keras.optimizers.SGD(rate, **options), loss)
     return made, shuffle
 
 
@@ -443,19 +444,19 @@ CHANGED_SETUPS = [
 @pytest.mark.parametrize("before, after", CHANGED_SETUPS, ids=map(str, range(len(CHANGED_SETUPS))))
 def test_another_setup_is_refused_and_the_same_goes_on(connect, tmp_path, before, after):
     """The folder's weights and history were taken for those of the new one."""
-    x = np.random.default_rng(0).normal(size=(20, 3)).astype("float32")
+    x, two = np.random.default_rng(0).normal(size=(20, 3)).astype("float32"), connect(2)
 
     def fit(made, shuffle, epochs):
         again = tfdist.Checkpoints(tmp_path, every="1 epoch")
-        options = {"distribution": connect(1), "verbose": 0, "shuffle": shuffle, "checkpoints": again}
+        options = {"distribution": two, "verbose": 0, "shuffle": shuffle, "checkpoints": again}
         return tfdist.fit(made, x, x[:, :1], 10, epochs, **options).history["loss"]
 
-    made, shuffle = setup(**before)
+    made, shuffle = setup(two, **before)
     first = fit(made, shuffle, 1)
-    assert fit(*setup(**before), 2)[:1] == first, "built anew"
+    assert fit(*setup(two, **before), 2)[:1] == first, "built anew"
     assert len(fit(made, shuffle, 3)) == 3, "the same object"
     with pytest.raises(UserError, match=r"another experiment \((the setup of|the learning rate|shuffle is)"):
-        fit(*setup(**after), 4)
+        fit(*setup(two, **after), 4)
 
 
 def test_options_are_checked_like_the_fields_of_an_experiment(tmp_path):

@@ -62,8 +62,8 @@ def of_training(model: keras.Model) -> dict[str, str]:
         is_number = isinstance(rate, keras.Variable)
         parts = [of_object(optimizer, (*_OF_MODEL, "learning_rate")), "" if is_number else of_object(rate)]
         facts[f"{SETUP} for optimizer {number}{_VERSIONS}"] = digest(parts)
-        if is_number and not int(keras_internals.counter(optimizer)):
-            facts[f"the learning rate of optimizer {number}"] = f"{float(np.asarray(rate)):.7g}"
+        if is_number and not int(keras_internals.counter(optimizer).numpy()):
+            facts[f"the learning rate of optimizer {number}"] = f"{float(keras.ops.convert_to_numpy(rate)):.7g}"
     return facts
 
 
