@@ -127,7 +127,7 @@ def note_files() -> None:
             writes = set(mode) & set("wax+") if isinstance(mode, str) else opened & (os.O_WRONLY | os.O_RDWR)
             if path.startswith(here) and writes:
                 WRITTEN.add(path.removeprefix(here))
-            elif path.startswith(here) and name.endswith(_SETTINGS) and _opens_for_user():
+            elif path.startswith(here) and name.endswith(_SETTINGS) and is_users(path) and _opens_for_user():
                 _READ[path.removeprefix(here)] = pathlib.Path(path)
 
     sys.addaudithook(note)
