@@ -79,7 +79,7 @@ def of_object(part: Any, left_out: Iterable[str] = _OF_MODEL) -> str:
     usual = vars(keras.Model(name="usual"))
     held = {n: v for n, v in getattr(part, "__dict__", {}).items() if n not in usual and not inspect.isfunction(part)}
     if isinstance(part, keras.Layer | keras.callbacks.Callback | keras.optimizers.Optimizer | keras.Metric):
-        held = {n: v for n, v in held.items() if _is_constant(v) and (is_own or inspect.isfunction(v))}
+        held = {n: v for n, v in held.items() if _is_constant(v) and (is_own or n == "function")}  # that of a Lambda
     # Losses and schedules have numbers that their `get_config` leaves out.
     parts = [part, *held.items(), *((n, v) for n, v in of_classes.items() if _is_constant(v))]
     made = digest([text(each, left_out) for each in parts])
