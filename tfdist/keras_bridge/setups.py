@@ -90,7 +90,7 @@ def of_object(part: Any, left_out: Iterable[str] = _OF_MODEL) -> str:
 
 def _graph(model: keras.Model) -> list:
     """Returns the operations of the graphs of layers with their arguments: of tensors, the operation they come from."""
-    places: dict[int, str] = {}
+    places = {id(tensor): f"input {i}" for i, tensor in enumerate(getattr(model, "inputs", None) or [])}
     place = lambda value: places.get(id(value), "input") if isinstance(value, keras.KerasTensor) else value
     found = []
     for number, node in enumerate(keras_internals.nodes(model)):
@@ -98,7 +98,7 @@ def _graph(model: keras.Model) -> list:
         own = "" if isinstance(node.operation, keras.Layer) else node.operation  # layers are described elsewhere
         found.append([type(node.operation).__name__, own, given])
         places |= {id(tensor): f"{number}.{i}" for i, tensor in enumerate(node.output_tensors)}
-    return found
+    return [*found, [place(tensor) for tensor in getattr(model, "outputs", None) or []]]
 
 
 def _is_constant(value: object) -> bool:
@@ -146,8 +146,8 @@ def _setup(thing: Any) -> object:
     thing = thing.fget if isinstance(thing, property) else inspect.unwrap(thing)
     if isinstance(thing, type) or (inspect.isfunction(thing) and not user_functions.is_own(thing)):
         return f"{thing.__module__}.{thing.__qualname__}"
-    if hasattr(thing, "__array__"):
-        return digest(thing)
+    if hasattr(thing, "__array__"):  # the numbers of a weight are no setting: training changes them
+        return str(thing.shape) if isinstance(thing, keras.Variable) else digest(thing)
     if isinstance(thing, tf.lookup.StaticHashTable):
         return [digest(column) for column in thing.export()]
     if isinstance(thing, set | frozenset):

@@ -1,0 +1,63 @@
+"""What is known of a model besides its weights: a setting that is not seen would be taken for the same."""
+
+import json
+
+import keras
+import pytest
+from programs.generated import running, writer
+
+from tfdist.keras_bridge import setups
+
+L = keras.layers
+
+
+class Looks:
+    """Looks at the model of a program in the place of training it."""
+
+    notes = ()
+
+    def __init__(self, look):
+        self._look = look
+
+    def fit(self, model, *args, **kwargs):
+        self._look(model)
+        raise KeyError
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+
+def test_every_part_of_a_model_can_be_told(monkeypatch, tmp_path):
+    """Of an Embedding nothing was known, as of all with an argument `weights`."""
+    told = setups.text
+    failed = []
+
+    def text(thing, *left_out):
+        if not told(thing, *left_out):
+            failed.append(thing)
+        return told(thing, *left_out)
+
+    monkeypatch.setattr(setups, "text", text)
+    for seed in range(1200, 1230):
+        running.run(writer.write(seed), Looks(setups.of_training), tmp_path)
+    setups.of_model(keras.Sequential([L.Embedding(3, 2), L.Bidirectional(L.GRU(2))]))
+    assert not failed and json.loads(told(L.Dense(3)))["units"] == 3
+
+
+def two_inputs(turned_in=False, turned_out=False):
+    one, other = keras.Input((2,)), keras.Input((2,))
+    outputs = [L.Subtract()([other, one] if turned_in else [one, other]), one * 2.0]
+    return keras.Model([one, other], outputs[::-1] if turned_out else outputs)
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (lambda: keras.Sequential([L.Embedding(3, 2)]), lambda: keras.Sequential([L.Embedding(3, 2, mask_zero=True)])),
+        (two_inputs, lambda: two_inputs(turned_in=True)),
+        (two_inputs, lambda: two_inputs(turned_out=True)),
+    ],
+    ids=["mask", "inputs", "outputs"],
+)
+def test_models_of_other_setups(one, other):
+    assert setups.of_model(one()) == setups.of_model(one()) != setups.of_model(other())
