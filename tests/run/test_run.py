@@ -317,7 +317,8 @@ model.fit(x, x, batch_size=1000, validation_data=(v, v), verbose=0, callbacks=[s
     said = []
     for new in ({}, {}, *({name: 2} for name in ("x", "v", "start", "patience", "delta", "alpha", "rate"))):
         done = script("--strategy=default", "--workdir=kept", program=("own.py",), NEW=str(new))
-        said += re.findall("cannot continue: the (.*) has changed: undo", done.stderr) or [done.returncode]
+        part = r"the (content of \w+|starting state of the model|setup of the \w+).* has changed: undo"
+        said += re.findall(part, done.stderr) or [done.returncode]
     data, setup = "content of ", "setup of the "
     assert said == [0, 0, f"{data}x", f"{data}validation_data", "starting state of the model", f"{setup}callbacks",
                     f"{setup}model", f"{setup}model", f"{setup}callbacks"]  # fmt: skip
