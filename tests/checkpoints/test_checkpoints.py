@@ -9,6 +9,7 @@ import pathlib
 import random
 import shutil
 import threading
+import time
 
 import keras
 import numpy as np
@@ -415,16 +416,67 @@ class Times(L.Layer):
 
     def call(self, x):
         self.calls += 1.0
-        return x * (self.held[0] if isinstance(self.held, list) else self.held)
+        return x * (self.held[0] if isinstance(self.held, list) else getattr(self.held, "factor", self.held))
 
 
-def setup(distribution, middle=lambda h: h, loss="mse", rate=0.1, shuffle=True, **options):
+class Weighs:
+    """A setting that a loss reads of an object, of a class, or that a callback, regularizer or layer holds."""
+
+    of_class = 1
+
+    def __init__(self, factor, kind=None):
+        self.kind, self.factor = kind or type(self), factor
+
+    def __call__(self, weights):
+        return self.factor * keras.ops.sum(weights**2)
+
+
+def reads(factor, how):
+    """Returns a loss with a factor which is not in its code."""
+    weighs, kind = Weighs(factor), type("Kind", (Weighs,), {"of_class": factor})
+    huber, teacher = keras.losses.Huber(factor), L.Dense(1, kernel_initializer=keras.initializers.Constant(factor))
+    teacher.build((None, 1))
+    return {
+        "object": lambda a, b: weighs.factor * abs(a - b),
+        "class": lambda a, b: kind.of_class * abs(a - b),
+        "loss": lambda a, b: huber(a, b),
+        "teacher": lambda a, b: (teacher(a) - teacher(b)) ** 2,
+    }[how]
+
+
+class Rates(keras.callbacks.Callback):
+    """Has a setting in a whole number, and reads a clock."""
+
+    def __init__(self, divisor):
+        super().__init__()
+        self._divisor, self.made_at = divisor, time.time()
+
+    def on_train_begin(self, logs=None):
+        self.began = time.perf_counter()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.optimizer.learning_rate = 0.1 / self._divisor
+
+
+class Repeats(L.Layer):
+    """Holds a whole number and a word that are no arguments, and counts."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.repeats, self.word, self.calls = times(), ["sin", "cos"][times() > 3], 0
+
+    def call(self, x):
+        self.calls += 1
+        return getattr(keras.ops, self.word)(x * self.repeats)
+
+
+def setup(distribution, middle=lambda h: h, loss="mse", rate=0.1, shuffle=True, callbacks=(), **options):
     keras.utils.set_random_seed(1)
     with distribution.scope():
         x = keras.Input((3,))
         made = keras.Model(x, L.Dense(1)(middle(L.Dense(3, name="first")(x))))
         made.compile(keras.optimizers.SGD(rate, **options), loss)
-    return made, shuffle
+    return made, shuffle, [callback() for callback in callbacks]
 
 
 CHANGED_SETUPS = [
@@ -438,6 +490,18 @@ CHANGED_SETUPS = [
       for k in (float, np.float32, lambda v: [v], lambda v: lambda: tf.constant(v))),
     ({"middle": L.Lambda(lambda h: h * 2.0)}, {"middle": L.Lambda(lambda h: h * 5.0)}),
     ({"middle": L.Rescaling(np.array(2.0))}, {"middle": L.Rescaling(np.array(5.0))}),
+    *(({"loss": reads(2, how)}, {"loss": reads(5, how)}) for how in ("object", "class", "loss", "teacher")),
+    *(({"middle": lambda h, k=k: Repeats(lambda: k)(h)}, {"middle": lambda h, k=k: Repeats(lambda: k + 1)(h)})
+      for k in (2, 3)),
+    ({"middle": lambda h: Times(lambda: Weighs(2.0))(h)}, {"middle": lambda h: Times(lambda: Weighs(5.0))(h)}),
+    *(({"middle": lambda h, k=k: L.Dense(3, kernel_regularizer=k(2))(h)},
+       {"middle": lambda h, k=k: L.Dense(3, kernel_regularizer=k(5))(h)})
+      for k in (Weighs, lambda v: lambda w: v * keras.ops.sum(w))),
+    *(({"callbacks": [lambda k=k: k(2)]}, {"callbacks": [lambda k=k: k(5)]})
+      for k in (Rates, lambda v: keras.callbacks.EarlyStopping("loss", patience=v),
+                lambda v: keras.callbacks.ReduceLROnPlateau("loss", factor=1 / v),
+                lambda v: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / v))),
+    ({}, {"callbacks": [lambda: keras.callbacks.EarlyStopping("loss")]}),
 ]  # fmt: skip
 
 
@@ -446,15 +510,15 @@ def test_another_setup_is_refused_and_the_same_goes_on(connect, tmp_path, before
     """The folder's weights and history were taken for those of the new one."""
     x, two = np.random.default_rng(0).normal(size=(20, 3)).astype("float32"), connect(2)
 
-    def fit(made, shuffle, epochs):
+    def fit(made, shuffle, callbacks, epochs):
         again = tfdist.Checkpoints(tmp_path, every="1 epoch")
-        options = {"distribution": two, "verbose": 0, "shuffle": shuffle, "checkpoints": again}
+        options = {"distribution": two, "verbose": 0, "shuffle": shuffle, "checkpoints": again, "callbacks": callbacks}
         return tfdist.fit(made, x, x[:, :1], 10, epochs, **options).history["loss"]
 
-    made, shuffle = setup(two, **before)
-    first = fit(made, shuffle, 1)
+    made = setup(two, **before)
+    first = fit(*made, 1)
     assert fit(*setup(two, **before), 2)[:1] == first, "built anew"
-    assert len(fit(made, shuffle, 3)) == 3, "the same object"
+    assert len(fit(*made, 3)) == 3, "the same object"
     with pytest.raises(UserError, match=r"another experiment \((the setup of|the learning rate|shuffle is)"):
         fit(*setup(two, **after), 4)
 

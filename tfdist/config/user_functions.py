@@ -1,6 +1,7 @@
 """The user's own code: functions as `package.module:function`, the files they are in, and what runs such code."""
 
 import ast
+import dis
 import functools
 import hashlib
 import importlib.util
@@ -10,8 +11,8 @@ import pathlib
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -157,18 +158,22 @@ def is_own(code: object) -> bool:
     return (getattr(code, "__module__", None) or "").partition(".")[0] not in _LIBRARIES
 
 
-def runs_own(roots: Iterable[object]) -> bool:
-    """Returns whether objects may run code that is not of the libraries alone.
+def reachable(roots: Iterable[object], ends: tuple[type, ...] = ()) -> Iterator[object]:
+    """Yields objects, and what they reach through attributes, containers, closures and names that own functions read.
 
-    It goes through attributes, containers and closures; of objects of other libraries only Keras' have such.
+    Of objects of libraries only Keras' are looked into, and none of the classes `ends`.
     """
     visited: dict[int, object] = {}  # which keeps them, or another could take an id
     pending = list(roots)
     while pending:
         thing = pending.pop()
+        thing = inspect.unwrap(thing) if inspect.isfunction(thing) else thing
         if isinstance(thing, _WITHOUT_ATTRIBUTES) or id(thing) in visited:
             continue
         visited[id(thing)] = thing
+        yield thing
+        if isinstance(thing, ends):
+            continue
         if isinstance(thing, dict | list | tuple | set | frozenset):
             pending += thing.values() if isinstance(thing, dict) else thing
         elif isinstance(thing, functools.partial):
@@ -176,15 +181,52 @@ def runs_own(roots: Iterable[object]) -> bool:
         elif isinstance(thing, types.MethodType):
             pending += (thing.__self__, thing.__func__)
         elif isinstance(thing, types.FunctionType):
-            thing = inspect.unwrap(thing)
-            if is_own(thing) or thing.__module__ == "builtins":  # as of exec()
-                return True
-            cells = [c.cell_contents for c in thing.__closure__ or () if c != types.CellType()]  # but empty ones
-            pending += [*cells, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
-        else:
-            kind = thing if isinstance(thing, type) else type(thing)
-            if any(is_own(base) for base in kind.__mro__):
-                return True
-            if kind.__module__.partition(".")[0] == "keras" and not isinstance(thing, type):
-                pending += getattr(thing, "__dict__", {}).values()
-    return False
+            pending += values_read(thing).values()
+        elif not isinstance(thing, type) and (is_own(type(thing)) or type(thing).__module__.startswith("keras.")):
+            pending += [*getattr(thing, "__dict__", {}).values(), *own_attributes(thing).values()]
+
+
+def values_read(function: types.FunctionType) -> dict[str, object]:
+    """Returns by name defaults and enclosed variables of a function, and of one of the user's the globals it reads.
+
+    So are attributes of the user's modules and classes.
+    """
+    cells = zip(function.__code__.co_freevars, function.__closure__ or ())
+    values = {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}  # but empty ones
+    values["defaults"] = [function.__defaults__, function.__kwdefaults__]
+    if not is_own(function):
+        return values
+    read = lambda kind: sorted({i.argval for i in instructions(function.__code__) if i.opname.startswith(kind)})
+    values |= {name: function.__globals__[name] for name in read("LOAD_GLOBAL") if name in function.__globals__}
+    for kind, thing in [*values.items()]:
+        if is_users(_place(thing)) if inspect.ismodule(thing) else isinstance(thing, type) and is_own(thing):
+            values |= {f"{kind}.{name}": getattr(thing, name) for name in read("LOAD_ATTR") if hasattr(thing, name)}
+    return values
+
+
+def instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """Yields the instructions of code and of the functions within it."""
+    yield from dis.get_instructions(code)
+    for inner in filter(inspect.iscode, code.co_consts):
+        yield from instructions(inner)
+
+
+def is_users_object(thing: object) -> bool:
+    """Returns whether the class of an object is of a file of the user's, or of a notebook."""
+    return is_own(type(thing)) and is_users(_place(sys.modules.get(type(thing).__module__)))
+
+
+def _place(module: object) -> str:
+    return getattr(module, "__file__", None) or ("" if getattr(module, "__name__", "") == "__main__" else os.__file__)
+
+
+def own_attributes(thing: object) -> dict[str, Any]:
+    """Returns the attributes of the user's classes of an object."""
+    return {name: v for kind in type(thing).__mro__ if is_own(kind) for name, v in vars(kind).items()}
+
+
+def runs_own(roots: Iterable[object]) -> bool:
+    """Returns whether objects may run code that is not of the libraries alone."""
+    functions = lambda thing: is_own(thing) or thing.__module__ == "builtins"  # as of exec()
+    kinds = lambda thing: any(map(is_own, (thing if isinstance(thing, type) else type(thing)).__mro__))
+    return any((functions if inspect.isfunction(thing) else kinds)(thing) for thing in reachable(roots))

@@ -19,6 +19,7 @@ from tfdist import config
 from tfdist.checkpoints import files, integrity, own_work, resume
 from tfdist.checkpoints.bucket_folder import BucketFolder
 from tfdist.checkpoints.run_folder import RunFolder
+from tfdist.cluster.peers import differing_facts
 from tfdist.config import buckets, field_syntax, local_files, user_functions, validation
 from tfdist.errors import UserError, one_line
 
@@ -245,7 +246,7 @@ def _check_code(asked: ModelRequest, experiment: config.Experiment, plain: "kera
     """Refuses functions of the user's, or what they make of the data, that are others than those of the training."""
     from tfdist.keras_bridge import setups
 
-    differing = lambda here: [name for name, digest in here.items() if known.get(name, digest) != digest]
+    differing = lambda here: [name for name, *_ in differing_facts(known, here)]
     code = user_functions.code_digests(own_work.functions(experiment).values())
     changed = differing(code) or differing(setups.of_model(plain))
     if changed and not asked.trust_code:

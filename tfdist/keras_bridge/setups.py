@@ -6,6 +6,8 @@ import hashlib
 import inspect
 import json
 import platform
+import re
+import time
 import types
 import weakref
 from collections.abc import Iterable
@@ -27,30 +29,63 @@ _OF_PROCESS = ("seed", "synchronized", "code")
 """Settings that are drawn, that follow the number of replicas, or that have numbers of lines, as a Lambda's code."""
 _OF_MODEL = ("name", "layers", "input_layers", "output_layers", "dtype", "vocabulary", "build_config", "trainable")
 """Settings of layers that follow the process, or that are those of other layers."""
+ENCLOSED = f"{SETUP} in what it encloses"
 _VERSIONS = f" (Keras {keras.__version__}, Python {platform.python_version()})"
 _SEEN: dict[int, tuple[weakref.ref, str]] = {}  # objects of the user's by their ids, with their digests
+_OPEN = set[int]()  # ids of the objects whose digests are being taken
+_DRAWN = re.compile("seed|replica|path|time")  # within names of what follows the process
+_WITH_STATE = keras.Layer, keras.callbacks.Callback, keras.optimizers.Optimizer, keras.Metric
+_SETTINGS = keras.Loss, keras.Regularizer, keras.constraints.Constraint, keras.optimizers.schedules.LearningRateSchedule
+_STEERING = (
+    *(keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler),
+    keras.callbacks.SwapEMAWeights,
+)
 _WRAPPERS = keras.layers.TFSMLayer, keras.layers.JaxLayer, keras.layers.FlaxLayer, keras.layers.TorchModuleWrapper
 """Layers of Keras' that compute what somebody else has written."""
 
 
-def of_model(model: keras.Model) -> dict[str, str]:
+def of_model(model: keras.Model) -> dict[str, Any]:
     """Returns by name a digest of what a model computes with besides its weights.
 
     Such are settings and vocabularies of its layers, the operations between them, and what layers of the user's do and
     hold. The name differs between versions of Keras, which add settings, and of Python, which compile otherwise.
     """
     parts = [repr(keras_internals.vocabularies(model)), text(_graph(model), _OF_MODEL)]
-    parts += [f"{layer.compute_dtype} {of_object(layer)}" for layer in keras_internals.flat_layers(model)]
-    return {f"{SETUP}{_VERSIONS}": digest(parts)}
+    layers = keras_internals.flat_layers(model)
+    parts += [f"{layer.compute_dtype} {of_object(layer)}" for layer in layers]
+    return {f"{SETUP}{_VERSIONS}": digest(parts)} | _enclosed(model, layers, ENCLOSED)
 
 
-def of_losses(model: keras.Model) -> dict[str, str]:
+def of_losses(model: keras.Model) -> dict[str, Any]:
     """Returns by name a digest of the losses and metrics of a model."""
     given = [model.loss, *keras_internals.compiled_with(model)] if model.compiled else []
-    return {f"{SETUP} for its loss{_VERSIONS}": digest([of_object(part) for part in keras.tree.flatten(given)])}
+    made = digest([of_object(part) for part in keras.tree.flatten(given)])
+    return {f"{SETUP} for its loss{_VERSIONS}": made} | _enclosed(model, given, f"{ENCLOSED} of its loss")
 
 
-def of_training(model: keras.Model) -> dict[str, str]:
+def _enclosed(model: keras.Model, roots: list, name: str) -> dict[str, Any]:
+    """Returns by name numbers of the weights that objects reach beside those of the model, such as a teacher's."""
+    known = {id(weight) for weight in model.variables}
+    parts = [value for root in roots for value in (_attributes(root), user_functions.own_attributes(root))]
+    found = user_functions.reachable([*parts, *roots], (keras.Layer, keras.KerasTensor))
+    layers = [thing for thing in found if isinstance(thing, keras.Layer)]
+    weights = {id(w): w for layer in layers for w in layer.weights if id(w) not in known}
+    values = [np.asarray(keras.ops.convert_to_numpy(weight), np.float64) for weight in weights.values()]
+    return {name: sorted(float(number) for w in values if w.size for number in (w.mean(), w.std()))}
+
+
+def of_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, str]:
+    """Returns by name digests of callbacks that change a training: of Keras' together, of the user's by their class."""
+    own = [c for c in callbacks if user_functions.is_own(type(c)) or isinstance(c, keras.callbacks.LambdaCallback)]
+    of_keras = [callback for callback in callbacks if isinstance(callback, _STEERING) and callback not in own]
+    facts = {f"{SETUP} for Keras' callbacks{_VERSIONS}": digest(list(map(of_object, of_keras)))}
+    for callback in own:
+        name = f"{SETUP} for its callback {type(callback).__name__}{_VERSIONS}"
+        facts[name] = digest([facts.get(name, ""), of_object(callback)])
+    return facts
+
+
+def of_training(model: keras.Model) -> dict[str, Any]:
     """Returns by name digests of a model, what it was compiled with, and its optimizers.
 
     A learning rate that is a number counts before the first update alone, as callbacks set it in a training.
@@ -75,17 +110,37 @@ def of_object(part: Any, left_out: Iterable[str] = _OF_MODEL) -> str:
     is_own = user_functions.is_own(part if inspect.isfunction(part) else type(part))
     if is_own and (known := _SEEN.get(id(part))) and known[0]() is part:
         return known[1]
-    of_classes = {n: v for kind in type(part).__mro__ if user_functions.is_own(kind) for n, v in vars(kind).items()}
-    usual = vars(keras.Model(name="usual"))
-    held = {n: v for n, v in getattr(part, "__dict__", {}).items() if n not in usual and not inspect.isfunction(part)}
-    if isinstance(part, keras.Layer | keras.callbacks.Callback | keras.optimizers.Optimizer | keras.Metric):
-        held = {n: v for n, v in held.items() if _is_constant(v) and (is_own or n == "function")}  # that of a Lambda
-    # Losses and schedules have numbers that their `get_config` leaves out.
-    parts = [part, *held.items(), *((n, v) for n, v in of_classes.items() if _is_constant(v))]
-    made = digest([text(each, left_out) for each in parts])
+    if id(part) in _OPEN:  # it holds itself
+        return ""
+    _OPEN.add(id(part))
+    made = digest([text(each, left_out) for each in (part, *_held(part, is_own))])
+    _OPEN.discard(id(part))
     if is_own and type(part).__weakrefoffset__:
         _SEEN[id(part)] = weakref.ref(part), made
     return made
+
+
+def _held(part: Any, is_own: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what an object holds and its classes do, without what follows the process or the calls."""
+    if inspect.isfunction(part):
+        return {}, {}
+    held, of_classes = _attributes(part), user_functions.own_attributes(part)
+    methods = [inspect.unwrap(value) for name, value in of_classes.items() if name != "__init__"]
+    code = [i for method in methods if inspect.isfunction(method) for i in user_functions.instructions(method.__code__)]
+    changing = {i.argval for i in code if i.opname == "STORE_ATTR"}
+    named = lambda name: name not in changing and not name.startswith("__") and not _DRAWN.search(name)
+    if not is_own and isinstance(part, _WITH_STATE):
+        held = {name: value for name, value in held.items() if name == "function" or _is_object(value)}  # of a Lambda
+    elif is_own:  # hooks of callbacks set what they hold before it is seen first
+        changes = changing if isinstance(part, keras.callbacks.Callback) else ()
+        held = {n: v for n, v in held.items() if n not in changes and _is_constant(v, named(n))}
+    return held, {n: v for n, v in of_classes.items() if _is_constant(v, named(n))}
+
+
+def _attributes(part: object) -> dict[str, Any]:
+    """Returns the attributes of an object but those of any model, of which some lead to others, and of any callback."""
+    usual = {**vars(keras.Model(name="usual")), **vars(keras.callbacks.Callback())}
+    return {name: value for name, value in getattr(part, "__dict__", {}).items() if name not in usual}
 
 
 def _graph(model: keras.Model) -> list:
@@ -101,13 +156,24 @@ def _graph(model: keras.Model) -> list:
     return [*found, [place(tensor) for tensor in getattr(model, "outputs", None) or []]]
 
 
-def _is_constant(value: object) -> bool:
-    """Returns whether a value is no count, text or symbol, which follow the process or the calls."""
+def _is_constant(value: Any, counts: bool = False) -> bool:
+    """Returns whether a value is no symbol, reading of a clock or path; nor a count or word, unless with `counts`."""
     if isinstance(value, list | tuple | dict):
-        return all(map(_is_constant, value.values() if isinstance(value, dict) else value))
+        return all(_is_constant(v, counts) for v in (value.values() if isinstance(value, dict) else value))
+    if isinstance(value, int | str):
+        return counts and (isinstance(value, int) or value.replace("_", "a").isalpha())
+    if isinstance(value, float) and abs(value - time.time()) < 1e7:
+        return False
     is_eager = isinstance(value, tf.Tensor) and hasattr(value, "numpy")
     constants = float, np.ndarray, np.floating, tf.lookup.StaticHashTable, property, staticmethod
-    return is_eager or isinstance(value, constants) or inspect.isfunction(inspect.unwrap(value))  # type: ignore[arg-type]
+    return is_eager or isinstance(value, constants) or inspect.isfunction(inspect.unwrap(value)) or _is_object(value)
+
+
+def _is_object(value: object) -> bool:
+    """Returns whether a value is an object of the user's own, or a loss, regularizer or such of Keras'."""
+    if isinstance(value, (*_WITH_STATE, keras.Variable, type, types.FunctionType, types.ModuleType)):
+        return False
+    return user_functions.is_users_object(value) or isinstance(value, _SETTINGS)
 
 
 def _compiled_code(code: types.CodeType) -> list:
@@ -157,12 +223,15 @@ def _setup(thing: Any) -> object:
     if inspect.ismethod(thing):
         return [thing.__func__, {n: v for n, v in vars(thing.__self__).items() if isinstance(v, str | int | float)}]
     if inspect.isfunction(thing):
-        read = inspect.getclosurevars(thing)
-        values = {**read.globals, **read.nonlocals, "defaults": [thing.__defaults__, thing.__kwdefaults__]}
-        values |= {"body": _compiled_code(thing.__code__)}
+        values = user_functions.values_read(thing) | {"body": _compiled_code(thing.__code__)}
         own = lambda value: inspect.isfunction(value) and value is not thing and user_functions.is_own(value)
-        return {name: value for name, value in values.items() if not callable(value) or own(value)}
+        told = lambda value: not callable(value) or own(value) or isinstance(value, keras.Layer) or _is_object(value)
+        return {name: value for name, value in values.items() if told(value)}
     made: dict[str, Any] = {"": type(thing).__name__}
+    if isinstance(thing, keras.Layer) and id(thing) not in _OPEN:  # enclosed by a function
+        made["layers"] = [of_object(layer) for layer in keras_internals.flat_layers(thing, recursive=False)]
+    elif _is_object(thing):
+        made["held"] = of_object(thing)
     with contextlib.suppress(Exception):
         names = inspect.signature(type(thing)).parameters
         made |= {name: getattr(thing, name, None) for name in names if name not in _IDLE}

@@ -94,7 +94,7 @@ class KeptFits:
         if before:
             # A line has told why they may be others: the script draws without a seed, or trained again with other bits.
             if self._trained_again or before["begin"] != _random_state():
-                free = (STARTING, CONTENT) if self._trained_again else STARTING
+                free = (STARTING, CONTENT, setups.ENCLOSED) if self._trained_again else STARTING
                 facts |= {name: fact for name, fact in before["facts"].items() if name.startswith(free)}
             _check_same(self._number, facts, before["facts"], self._options.resume_changed)
             why = own or (before["end"] is not None and _consumed(arguments))
@@ -204,10 +204,11 @@ def _sealed(record: dict[str, Any]) -> dict[str, Any]:
 _DRAWS = re.compile(r"random|rand|randn|randint|rng|beta|choice|integers|\w*normal|permut\w*|uniform|random_\w*")
 
 
-def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, str]:
+def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what must be the same when a call of `fit` is continued."""
     code = user_functions.loaded_files([*sys.modules])
-    facts = {f"{CODE} {os.path.relpath(path)}": setups.digest(user_functions.syntax(path)) for path in code}
+    of_file = lambda path: setups.digest(user_functions.syntax(path))
+    facts: dict[str, Any] = {f"{CODE} {os.path.relpath(path)}": of_file(path) for path in code}
     facts |= user_functions.settings_read() | {"arguments": str(sys.argv[1:])}
     facts |= {name: str(arguments[name]) for name in _SETTINGS if arguments.get(name) is not None}
     facts |= setups.of_training(model)
@@ -261,14 +262,14 @@ def _in_memory(data: Any) -> bool:
     return all(hasattr(a, "__array__") or isinstance(a, int | float | str | None) for a in keras.tree.flatten(data))
 
 
-def _check_same(number: int, here: Mapping[str, str], there: Mapping[str, str], changed: bool) -> None:
+def _check_same(number: int, here: Mapping[str, object], there: Mapping[str, object], changed: bool) -> None:
     """Refuses a call that is not what was recorded, or says with `changed` that it goes on all the same."""
     # What else has changed says more than that the code has; the setup of the model holds optimizer and loss.
     odd = [n for n in sorted({**there, **here}, key=lambda n: n.startswith("the ")) if there.get(n) != here.get(n)]
     # Modules are loaded when they are needed, which a call that is left out may not have done.
     odd = [name for name in odd if not name.startswith(CODE) or name in here.keys() & there.keys()]
     if here["place"] != there.get("place"):  # where other devices may have computed them, to rounding
-        odd = [name for name in odd if not name.startswith(("place", CONTENT, STARTING))]
+        odd = [name for name in odd if not name.startswith(("place", CONTENT, STARTING, setups.ENCLOSED))]
     if not odd:
         return
     what = f"{odd[0]} was {there.get(odd[0], 'not given')} and is {here.get(odd[0], 'not given')}"
