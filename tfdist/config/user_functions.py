@@ -28,6 +28,7 @@ _LIBRARIES = {"keras", "tensorflow", "tfdist", "numpy", *sys.stdlib_module_names
 """Top-level packages whose code is known by their version."""
 WRITTEN, _READ = set[str](), dict[str, pathlib.Path]()  # files below the working folder, once `note_files` is called
 _SETTINGS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".conf", ".txt", ".env")
+_ADDING = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "clear"}  # methods of containers
 _WITHOUT_ATTRIBUTES = (str, bytes, int, float, complex, bool, type(None), np.ndarray, np.generic, types.ModuleType)
 
 
@@ -183,7 +184,7 @@ def reachable(roots: Iterable[object], ends: tuple[type, ...] = ()) -> Iterator[
         elif isinstance(thing, types.FunctionType):
             pending += values_read(thing).values()
         elif not isinstance(thing, type) and (is_own(type(thing)) or type(thing).__module__.startswith("keras.")):
-            pending += [*getattr(thing, "__dict__", {}).values(), *own_attributes(thing).values()]
+            pending += [*getattr(thing, "__dict__", {}).values(), *own_attributes(thing)]
 
 
 def values_read(function: types.FunctionType) -> dict[str, object]:
@@ -204,6 +205,14 @@ def values_read(function: types.FunctionType) -> dict[str, object]:
     return values
 
 
+def stored(functions: Iterable[Any]) -> tuple[set[str], tuple[type, ...]]:
+    """Returns the names that functions store, and the classes of containers if they add to some."""
+    bodies = [thing.__code__ for thing in map(inspect.unwrap, functions) if inspect.isfunction(thing)]
+    code = [(i.opname, i.argval) for body in bodies for i in instructions(body)]
+    adds = any(opname == "STORE_SUBSCR" or name in _ADDING for opname, name in code)
+    return {str(name) for opname, name in code if opname.startswith("STORE")}, (list, dict, set) if adds else ()
+
+
 def instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
     """Yields the instructions of code and of the functions within it."""
     yield from dis.get_instructions(code)
@@ -220,9 +229,9 @@ def _place(module: object) -> str:
     return getattr(module, "__file__", None) or ("" if getattr(module, "__name__", "") == "__main__" else os.__file__)
 
 
-def own_attributes(thing: object) -> dict[str, Any]:
-    """Returns the attributes of the user's classes of an object."""
-    return {name: v for kind in type(thing).__mro__ if is_own(kind) for name, v in vars(kind).items()}
+def own_attributes(thing: object) -> list[tuple[str, Any]]:
+    """Returns the attributes of the user's classes of an object, by their names."""
+    return [item for kind in type(thing).__mro__ if is_own(kind) for item in vars(kind).items()]
 
 
 def runs_own(roots: Iterable[object]) -> bool:

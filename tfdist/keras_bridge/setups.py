@@ -32,6 +32,7 @@ _OF_MODEL = ("name", "layers", "input_layers", "output_layers", "dtype", "vocabu
 ENCLOSED = f"{SETUP} in what it encloses"
 _VERSIONS = f" (Keras {keras.__version__}, Python {platform.python_version()})"
 _SEEN: dict[int, tuple[weakref.ref, str]] = {}  # objects of the user's by their ids, with their digests
+_BEGUN = time.monotonic()
 _OPEN = set[int]()  # ids of the objects whose digests are being taken
 _DRAWN = re.compile("seed|replica|path|time")  # within names of what follows the process
 _WITH_STATE = keras.Layer, keras.callbacks.Callback, keras.optimizers.Optimizer, keras.Metric
@@ -120,21 +121,22 @@ def of_object(part: Any, left_out: Iterable[str] = _OF_MODEL) -> str:
     return made
 
 
-def _held(part: Any, is_own: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def _held(part: Any, is_own: bool) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
     """Returns what an object holds and its classes do, without what follows the process or the calls."""
     if inspect.isfunction(part):
-        return {}, {}
+        return {}, []
     held, of_classes = _attributes(part), user_functions.own_attributes(part)
-    methods = [inspect.unwrap(value) for name, value in of_classes.items() if name != "__init__"]
-    code = [i for method in methods if inspect.isfunction(method) for i in user_functions.instructions(method.__code__)]
-    changing = {i.argval for i in code if i.opname == "STORE_ATTR"}
+    changing, containers = user_functions.stored(value for name, value in of_classes if name != "__init__")
     named = lambda name: name not in changing and not name.startswith("__") and not _DRAWN.search(name)
     if not is_own and isinstance(part, _WITH_STATE):
         held = {name: value for name, value in held.items() if name == "function" or _is_object(value)}  # of a Lambda
     elif is_own:  # hooks of callbacks set what they hold before it is seen first
         changes = changing if isinstance(part, keras.callbacks.Callback) else ()
-        held = {n: v for n, v in held.items() if n not in changes and _is_constant(v, named(n))}
-    return held, {n: v for n, v in of_classes.items() if _is_constant(v, named(n))}
+        held = {n: v for n, v in held.items() if n not in changes and not isinstance(v, containers)}
+        held = {n: v for n, v in held.items() if _is_constant(v, named(n))}
+    changing, containers = user_functions.stored(value for _, value in of_classes)
+    kept = [(n, v) for n, v in of_classes if n not in changing and not isinstance(v, containers)]
+    return held, [(n, v) for n, v in kept if _is_constant(v, named(n))]
 
 
 def _attributes(part: object) -> dict[str, Any]:
@@ -157,16 +159,21 @@ def _graph(model: keras.Model) -> list:
 
 
 def _is_constant(value: Any, counts: bool = False) -> bool:
-    """Returns whether a value is no symbol, reading of a clock or path; nor a count or word, unless with `counts`."""
+    """Returns whether a value is no symbol, time, path or address; nor a count or word, unless with `counts`."""
     if isinstance(value, list | tuple | dict):
         return all(_is_constant(v, counts) for v in (value.values() if isinstance(value, dict) else value))
-    if isinstance(value, int | str):
-        return counts and (isinstance(value, int) or value.replace("_", "a").isalpha())
-    if isinstance(value, float) and abs(value - time.time()) < 1e7:
+    if isinstance(value, int | float) and (abs(value - time.time()) < 1e7 or _is_of_clock(value)):
         return False
+    if isinstance(value, int | str):
+        return counts and (abs(value) < 1 << 32 if isinstance(value, int) else value.replace("_", "a").isalpha())
     is_eager = isinstance(value, tf.Tensor) and hasattr(value, "numpy")
     constants = float, np.ndarray, np.floating, tf.lookup.StaticHashTable, property, staticmethod
     return is_eager or isinstance(value, constants) or inspect.isfunction(inspect.unwrap(value)) or _is_object(value)
+
+
+def _is_of_clock(value: float) -> bool:
+    """Returns whether a number is what the clock of this machine has shown to this process."""
+    return _BEGUN - 10 < value <= time.monotonic() and value != round(value, 4)
 
 
 def _is_object(value: object) -> bool:
@@ -226,12 +233,16 @@ def _setup(thing: Any) -> object:
         values = user_functions.values_read(thing) | {"body": _compiled_code(thing.__code__)}
         own = lambda value: inspect.isfunction(value) and value is not thing and user_functions.is_own(value)
         told = lambda value: not callable(value) or own(value) or isinstance(value, keras.Layer) or _is_object(value)
-        return {name: value for name, value in values.items() if told(value)}
+        changing, containers = user_functions.stored([thing])  # what it counts or collects follows the calls
+        kept = {name: value for name, value in values.items() if name.split(".")[-1] not in changing and told(value)}
+        return {name: value for name, value in kept.items() if not isinstance(value, containers)}
     made: dict[str, Any] = {"": type(thing).__name__}
     if isinstance(thing, keras.Layer) and id(thing) not in _OPEN:  # enclosed by a function
         made["layers"] = [of_object(layer) for layer in keras_internals.flat_layers(thing, recursive=False)]
     elif _is_object(thing):
         made["held"] = of_object(thing)
+        if not isinstance(thing, _SETTINGS):  # else there are arguments and a configuration, too
+            return made
     with contextlib.suppress(Exception):
         names = inspect.signature(type(thing)).parameters
         made |= {name: getattr(thing, name, None) for name in names if name not in _IDLE}
