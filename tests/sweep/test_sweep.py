@@ -224,6 +224,11 @@ def test_runs_on_other_data_are_not_ranked_together(sweep):
         ("data.eval_split", ["test", "train"], "a target of the validation", False),
         ("data.name", ["digits", "synthetic"], "a target", False),
         ("optimizer.name", ["sgd", "adam"], "a target", True),
+        ("optimizer.name", ["sgd", "adam"], "the setup of the model (Keras", True),
+        ("model.options", ["units=8", "units=16"], "the setup of the model (Keras", False),
+        ("model.options", ["units=8", "units=16"], "a target", True),
+        ("train.label_smoothing", [0.0, 0.1], "the setup of the model for its loss", False),
+        ("train.class_weight", ["", "balanced"], "a weight", False),
     ],
 )
 def test_what_another_field_of_the_data_may_change(field, values, changed, refused, sweep):
@@ -419,14 +424,14 @@ def test_flags_that_are_refused(tmp_path):
 def test_a_real_run(run, tmp_path, tfds_dir):
     """The commands are those of `tfdist.train`."""
     base = ["--config=digits_mlp", "--config.train.epochs=0", "--config.train.steps=9", "--strategy=default"]
-    asked = [*base, "--over=optimizer.learning_rate=0.01; model.options='units=8'"]
+    asked = [*base, "--over=optimizer.learning_rate=0.01; model.options='units=16','units=8'"]
     shown = run("tfdist.sweep", *asked, "--dry_run").stdout.splitlines()
     done = run("tfdist.sweep", *asked, TFDS_DATA_DIR=str(tfds_dir))
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs/sweep-digits_mlp"
-    (row,) = json.loads((folder / "sweep.json").read_text())["rows"]
+    first, row = json.loads((folder / "sweep.json").read_text())["rows"]
     assert (row["status"], row["updates"]) == ("completed", 9) and row["evaluation"]["accuracy"] > 0
-    assert shown == [f"# {row['name']}", row["command"]]
+    assert shown == [f"# {first['name']}", first["command"], f"# {row['name']}", row["command"]]
     assert "sweep.html" in done.stdout and "report.html" in (folder / "sweep.html").read_text()
     experiment = json.loads((tmp_path / row["folder"] / "experiment.json").read_text())
     assert (experiment["model"]["options"], experiment["train"]["steps"]) == ("units=8", 9)

@@ -28,6 +28,7 @@ _LIBRARIES = {"keras", "tensorflow", "tfdist", "numpy", *sys.stdlib_module_names
 """Top-level packages whose code is known by their version."""
 WRITTEN, _READ = set[str](), dict[str, pathlib.Path]()  # files below the working folder, once `note_files` is called
 _SETTINGS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".conf", ".txt", ".env")
+_CONTAINERS = dict, list, tuple, set, frozenset
 _ADDING = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "clear"}  # methods of containers
 _WITHOUT_ATTRIBUTES = (str, bytes, int, float, complex, bool, type(None), np.ndarray, np.generic, types.ModuleType)
 
@@ -175,7 +176,7 @@ def reachable(roots: Iterable[object], ends: tuple[type, ...] = ()) -> Iterator[
         yield thing
         if isinstance(thing, ends):
             continue
-        if isinstance(thing, dict | list | tuple | set | frozenset):
+        if isinstance(thing, _CONTAINERS):
             pending += thing.values() if isinstance(thing, dict) else thing
         elif isinstance(thing, functools.partial):
             pending += (thing.func, thing.args, thing.keywords)
@@ -236,6 +237,7 @@ def own_attributes(thing: object) -> list[tuple[str, Any]]:
 
 def runs_own(roots: Iterable[object]) -> bool:
     """Returns whether objects may run code that is not of the libraries alone."""
-    functions = lambda thing: is_own(thing) or thing.__module__ == "builtins"  # as of exec()
-    kinds = lambda thing: any(map(is_own, (thing if isinstance(thing, type) else type(thing)).__mro__))
-    return any((functions if inspect.isfunction(thing) else kinds)(thing) for thing in reachable(roots))
+    of_function = lambda thing: is_own(thing) or thing.__module__ == "builtins"  # as of exec()
+    of_kind = lambda thing: any(map(is_own, (thing if isinstance(thing, type) else type(thing)).__mro__))
+    things = (thing for thing in reachable(roots) if not isinstance(thing, _CONTAINERS))
+    return any((of_function if inspect.isfunction(thing) else of_kind)(thing) for thing in things)

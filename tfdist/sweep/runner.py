@@ -24,6 +24,7 @@ from tfdist.cluster.peers import differing_facts
 from tfdist.compare import trial
 from tfdist.config import schedule
 from tfdist.config.messages import logger
+from tfdist.config.user_functions import SETUP
 from tfdist.errors import TrainingError, UserError, shown
 from tfdist.monitoring.report import run_files
 from tfdist.sweep import results, space
@@ -264,8 +265,10 @@ class Sweep:
         for name, before in first.values():
             there, here = about_data(before), about_data(values)
             fields = {field for field in here if here[field] != there[field]} - {"data.shuffle"}
+            of_model = {f for f in values if before[f] != values[f] and not f.startswith("optimizer.")}
+            swept = (resume.MODEL_FILE, *[SETUP] * bool(of_model), *["a weight"] * ("train.class_weight" in of_model))
             for fact, *_ in differing_facts(facts(name), facts(space.folder(values))):
-                if fact != resume.MODEL_FILE and _may_be_compared(fact, fields, str((here, there))):
+                if not fact.startswith(swept) and _may_be_compared(fact, fields, str((here, there))):
                     return f"the data have changed since {name} ({fact}): use another --workdir"
         return ""
 
