@@ -237,6 +237,16 @@ def test_what_another_field_of_the_data_may_change(field, values, changed, refus
     assert ["refused" in row["status"] for row in sweep.record()["rows"]] == [False, refused]
 
 
+def test_a_metric_that_is_not_finite_ends_no_sweep(sweep):
+    """The runs after it were not made, and the command said that runs measure other metrics."""
+    of = {32: None, 64: 0.5, 16: None}
+    line = lambda c, path: written(c, path, evaluation={"loss": 1.0, "spread": of[c["train.batch_size"]]})
+    assert sweep([32, 64, 16], line, metric="max spread") == 0
+    rows = sweep.record()["rows"]
+    assert [row["reason"] for row in rows] == ["not finite: spread", "", "not finite: spread"]
+    assert [row["evaluation"].get("spread") for row in rows] == [None, 0.5, None]
+
+
 def test_another_experiment_in_the_folder_is_refused(sweep, monkeypatch):
     assert sweep([32], written) == 0
     monkeypatch.setattr(BASE, "seed", 7)

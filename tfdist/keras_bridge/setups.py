@@ -165,7 +165,7 @@ def _is_constant(value: Any, counts: bool = False) -> bool:
     if isinstance(value, int | float) and (abs(value - time.time()) < 1e7 or _is_of_clock(value)):
         return False
     if isinstance(value, int | str):
-        return counts and (abs(value) < 1 << 32 if isinstance(value, int) else value.replace("_", "a").isalpha())
+        return counts and (abs(value) < 1 << 32 if isinstance(value, int) else value.isalpha())
     is_eager = isinstance(value, tf.Tensor) and hasattr(value, "numpy")
     constants = float, np.ndarray, np.floating, tf.lookup.StaticHashTable, property, staticmethod
     return is_eager or isinstance(value, constants) or inspect.isfunction(inspect.unwrap(value)) or _is_object(value)

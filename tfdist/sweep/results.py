@@ -45,13 +45,15 @@ def measured(folder: pathlib.Path) -> dict[str, Any]:
     metrics = {name: run_files.number(value) for name, value in run_files.mapping(result.get("evaluation")).items()}
     evaluation = {name: value for name, value in metrics.items() if value is not None}
     updates = int(run_files.number(result.get("updates")) or 0)
-    return {"status": "completed", **numbers, "updates": updates, "evaluation": evaluation}
+    odd = ", ".join(sorted(metrics.keys() - evaluation.keys()))
+    reason = f"not finite: {odd}" if odd else ""
+    return {"status": "completed", **numbers, "updates": updates, "evaluation": evaluation, "reason": reason}
 
 
 def metric_of(rows: Sequence[SweepRow], asked: str) -> schedule.Aim | None:
     """Returns the metric by which runs are compared, `--metric` if given; None while no run has measured one."""
-    there = next((row.evaluation for row in rows if row.evaluation), None)
-    if there is None:
+    there = {name for row in rows for name in row.evaluation}
+    if not there:
         return None
     if asked:
         aim = schedule.better(asked, "--metric")

@@ -231,7 +231,8 @@ class Sweep:
         row = self._row(values, **outcome)
         figures = ", ".join(f"{name} {figure:.4f}" for name, figure in row.evaluation.items())
         logger.info(f"{row.name}: {row.status}: {row.reason or figures} (log: {made.folder}/{trial.LOG})")
-        results.metric_of([row], self.search.metric)
+        if not row.reason:
+            results.metric_of([row], self.search.metric)
 
     def _finished(self, values: Values) -> bool:
         """Tells whether the folder of a run holds one that has come to its end; refuses other and damaged ones."""
