@@ -228,7 +228,11 @@ def test_runs_on_other_data_are_not_ranked_together(sweep):
         ("model.options", ["units=8", "units=16"], "the setup of the model (Keras", False),
         ("model.options", ["units=8", "units=16"], "a target", True),
         ("train.label_smoothing", [0.0, 0.1], "the setup of the model for its loss", False),
-        ("train.class_weight", ["", "balanced"], "a weight", False),
+        ("train.label_smoothing", [0.0, 0.1], "checksum of targets", False),
+        ("train.label_smoothing", [0.0, 0.1], "checksum of all inputs", True),
+        ("train.class_weight", ["", "balanced"], "checksum of all weights", False),
+        ("data.shuffle", [True, False], "shuffle", False),
+        ("optimizer.layer_decay", [1.0, 0.9], "lr_multipliers", False),
     ],
 )
 def test_what_another_field_of_the_data_may_change(field, values, changed, refused, sweep):

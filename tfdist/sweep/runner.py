@@ -264,12 +264,9 @@ class Sweep:
             if t.state == TrialState.COMPLETE and t.user_attrs["values"] != values:
                 first.setdefault(str(about_data(t.user_attrs["values"])), (name, t.user_attrs["values"]))
         for name, before in first.values():
-            there, here = about_data(before), about_data(values)
-            fields = {field for field in here if here[field] != there[field]} - {"data.shuffle"}
-            of_model = {f for f in values if before[f] != values[f] and not f.startswith("optimizer.")}
-            swept = (resume.MODEL_FILE, *[SETUP] * bool(of_model), *["a weight"] * ("train.class_weight" in of_model))
+            swept = {field for field in values if before[field] != values[field]}
             for fact, *_ in differing_facts(facts(name), facts(space.folder(values))):
-                if not fact.startswith(swept) and _may_be_compared(fact, fields, str((here, there))):
+                if _may_be_compared(fact, swept, str([(before[field], values[field]) for field in swept])):
                     return f"the data have changed since {name} ({fact}): use another --workdir"
         return ""
 
@@ -321,9 +318,23 @@ class Sweep:
         return int(any(row.status in ("failed", "refused") for row in rows))
 
 
-def _may_be_compared(fact: str, fields: set[str], values: str) -> bool:
-    """Tells whether runs whose `fields` of the data differ, with these values, must have this fact in common."""
-    fields = fields - {"data.train_split" if fact.endswith(" of the validation") else "data.eval_split"}
+# What follows which fields: of a loss, targets may have another form.
+_FOLLOWING = {
+    "model.": (resume.MODEL_FILE, SETUP),
+    **dict.fromkeys(("train.loss", "train.label_smoothing", "train.metrics"), ("target", "label", SETUP)),
+    "train.class_weight": ("weight",),
+    "data.shuffle": ("shuffle",),
+    "optimizer.layer_": ("lr_multipliers",),
+}
+
+
+def _may_be_compared(fact: str, swept: set[str], values: str) -> bool:
+    """Tells whether runs in which these fields differ, with these values, must have this fact in common."""
+    follows = [words for start, words in _FOLLOWING.items() if any(field.startswith(start) for field in swept)]
+    if any(word in fact for words in follows for word in words):
+        return False
+    fields = {field for field in swept - {"data.shuffle"} if field.startswith(("data.", "train.precision"))}
+    fields -= {"data.train_split" if fact.endswith(" of the validation") else "data.eval_split"}
     # Of inputs alone; mixup and cutmix make rows of shares of classes.
     inputs_only = {"data.cache", "data.image_size", "data.resize", *["data.augment"] * ("mix" not in values)}
     return not fields or (fields <= inputs_only and ("target" in fact or "label" in fact))
