@@ -157,6 +157,39 @@ def test_the_order_of_a_cache_is_that_of_keras(connect, count, known):
     np.testing.assert_allclose(weights[1], weights[0], rtol=1e-5)
 
 
+def drawing(kind):
+    """A data set with a layer or a generator of its own, which moves on with each example that it changes."""
+    x = np.random.default_rng(0).normal(size=(42, 4, 5, 1)).astype("float32")
+    layer, generator = keras.layers.RandomTranslation(0.4, 0.4, seed=3), tf.random.Generator.from_seed(5)
+    change = {
+        "layer": lambda x: layer(x, training=True),
+        "generator": lambda x: x + generator.normal(tf.shape(x)),
+    }[kind]
+    return tf.data.Dataset.from_tensor_slices((x, x[:, 0, 0])).map(lambda x, y: (change(x), y)).batch(8)
+
+
+@pytest.mark.parametrize("kind", ["layer", "generator"])
+@pytest.mark.parametrize("replicas, steps", [(1, None), (2, None), (2, 4)])
+def test_what_a_data_set_draws_is_what_it_draws_for_keras(connect, tmp_path, kind, replicas, steps):
+    """Looks at the first batch drew, and reading ahead did so by an amount that depended on the time."""
+
+    def weights(fit, *starts, **options):
+        for epochs in starts:
+            keras.utils.set_random_seed(1)
+            with options["distribution"].scope() if options else contextlib.nullcontext():
+                model = keras.Sequential([keras.Input((4, 5, 1)), keras.layers.Flatten(), keras.layers.Dense(1)])
+                model.compile("sgd", "mse")
+            data = drawing(kind)
+            data = data.repeat() if steps else data
+            fit(model, data, epochs=epochs, steps_per_epoch=steps, verbose=0, **options)
+        return model.get_weights()[0]
+
+    options, theirs = {"distribution": connect(replicas)}, weights(keras.Model.fit, 3)
+    np.testing.assert_allclose(weights(tfdist.fit, 3, **options), theirs, rtol=1e-5)
+    options["checkpoints"] = tfdist.Checkpoints(tmp_path / "kept", every="1 epoch")
+    np.testing.assert_allclose(weights(tfdist.fit, 2, 3, **options), theirs, rtol=1e-5)
+
+
 def test_a_cache_that_may_have_no_end_or_is_cut_is_not_read():
     read = []
 

@@ -3,12 +3,16 @@
 import numpy as np
 
 from tfdist.data.batch_layout import Layout
+from tfdist.data.batches import Batches
 from tfdist.data.records import RecordFeed
 
 
 def columns_of(source):
     """Returns the columns of all examples, in the order of the source."""
-    return tuple(np.concatenate(column) for column in zip(*source.pieces(7)))
+    if source.columns is not None:
+        return source.columns
+    batches = source.decoded if isinstance(source, Batches) else source.in_order(7)
+    return tuple(np.concatenate([np.asarray(part) for part in column]) for column in zip(*batches))
 
 
 def check_order(source, *columns):

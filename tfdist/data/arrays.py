@@ -5,7 +5,6 @@ import dataclasses
 import math
 import mmap
 import zlib
-from collections.abc import Iterator
 
 import keras
 import numpy as np
@@ -96,10 +95,6 @@ class Arrays(Source):
     def spread_rows(self, count: int) -> tuple:
         rows = spread(self.size, count)
         return keras.tree.map_structure(lambda a: tf.convert_to_tensor(a[rows]), self.columns)
-
-    def pieces(self, count: int) -> Iterator[tuple]:
-        for i in range(0, self.size, count):
-            yield self._part(slice(i, i + count)).columns
 
     def class_counts(self, classes: int) -> np.ndarray:
         return np.bincount(np.reshape(self.columns[1], [-1]), minlength=classes)

@@ -4,6 +4,8 @@ Each worker reads whole batches and keeps its own rows. A `shuffle()` without a 
 and each time that it is begun: so workers compare checksums of what they read.
 """
 
+import collections
+import contextlib
 import dataclasses
 import itertools
 import weakref
@@ -120,10 +122,11 @@ class Batches(Source):
             first = keras.tree.map_structure(tf.convert_to_tensor, self.reader.first)
             return self.decode(*first) if self.decode else first
         _fill_caches(self.dataset)
-        for number in range(_EMPTY):
-            for batch in self.decoded.skip(number).take(1):
-                if len(keras.tree.flatten(batch)[0]):
-                    return batch
+        with _unmoved(self.dataset):
+            for number in range(_EMPTY):
+                for batch in self.decoded.skip(number).take(1):
+                    if len(keras.tree.flatten(batch)[0]):
+                        return batch
         raise UserError("the data set is empty", "give it at least one batch")
 
     def first_rows(self, count: int) -> tuple:
@@ -136,10 +139,6 @@ class Batches(Source):
         # All of them, since a model may be built for a batch of just this size.
         rows = np.concatenate([some, np.setdiff1d(np.arange(total), some)])
         return keras.tree.map_structure(lambda a: tf.gather(a, rows), batch)
-
-    def pieces(self, count: int) -> Iterator[tuple]:
-        for batch in self.decoded:
-            yield keras.tree.map_structure(np.asarray, batch)
 
     def repeats_order(self) -> bool:
         if self.reader.first is not None:
@@ -175,6 +174,8 @@ class BatchFeed(Feed):
     def __init__(self, source: Batches, layout: Layout, once: bool = False, across: bool = False):
         self.batches = source.batches
         self._source, self._layout = source, layout
+        self._draws = bool(drawn(source.dataset))
+        once = once or (self._draws and not across)  # to read ahead into the next epoch would draw for it
         self._stored = source.dataset
         if (self.batches or (across and self.batches is None)) and not once:
             # A new iterator per epoch would start with empty buffers; one that repeats goes on reading.
@@ -239,7 +240,8 @@ class BatchFeed(Feed):
         """
         if not self._endless:
             for _ in range(epoch):
-                iter(self._stored)
+                passed = iter(self._stored)
+                collections.deque(passed if self._draws else (), maxlen=0)  # to draw as often
         self._iterator = None  # what it reads ahead is forgotten with it
         self._order.begin()
         self._began = update
@@ -368,6 +370,39 @@ def _fill_caches(dataset: tf.data.Dataset) -> bool:
 
 
 _FILLED = weakref.WeakSet[tf.data.Dataset]()
+
+
+_READING = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}  # that only read their variable
+
+
+def written(graph: tf.Graph, variables: list[tf.Variable]) -> list[tf.Variable]:
+    """Returns which of these a graph may write: those that go to more than an operation that reads.
+
+    All weights would be gigabytes to keep, for each replica.
+    """
+    of_handle = {id(v.handle): v for v in variables}
+    captured = [(of_handle.get(id(outer)), inner) for outer, inner in graph.captures]
+    return [v for v, inner in captured if v is not None and any(o.type not in _READING for o in inner.consumers())]
+
+
+def drawn(dataset: tf.data.Dataset) -> list[tf.Variable]:
+    """Returns the variables that functions of a data set write, such as the states of layers that draw at random."""
+    graphs = [function.function.graph for function in dataset._functions()]
+    own = [variable for graph in graphs for variable in written(graph, list(graph.variables))]
+    every = own + [variable for part in dataset._inputs() for variable in drawn(part)]
+    return list({id(variable): variable for variable in every}.values())
+
+
+@contextlib.contextmanager
+def _unmoved(dataset: tf.data.Dataset) -> Iterator[None]:
+    """Restores what functions of a data set draw from: a look at a batch draws as much as is read ahead meanwhile."""
+    variables = drawn(dataset)
+    before = [variable.numpy() for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, before):
+            variable.assign(value)
 
 
 def share_order(one: object, other: object) -> bool:

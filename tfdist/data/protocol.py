@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import itertools
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -270,10 +270,6 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def spread_rows(self, count: int) -> tuple:
         """Returns a batch that begins with `count` examples from all over the source, or of its first batch."""
-
-    @abc.abstractmethod
-    def pieces(self, count: int) -> Iterator[tuple]:
-        """Yields all examples once in their order, as NumPy batches of `count`, or as they are stored."""
 
     def repeats_order(self) -> bool:
         """Returns whether two readings give the same; a data set may shuffle each time that it is read."""

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import keras
@@ -99,10 +99,6 @@ class Records(Source):
             if unreadable := feed.first_unreadable():
                 raise UserError(unreadable, REPAIR) from error
             raise
-
-    def pieces(self, count: int) -> Iterator[tuple]:
-        for batch in self.in_order(count):
-            yield keras.tree.map_structure(np.asarray, batch)
 
     def class_counts(self, classes: int) -> np.ndarray:
         if self.labels is None:

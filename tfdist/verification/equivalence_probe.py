@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdist.checkpoints import training_state
 from tfdist.config import user_functions
 from tfdist.data.batch_layout import Batch, HostSlice, Layout, ReplicaBatch, host_slices
+from tfdist.data.batches import written
 from tfdist.data.spec import Structure
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals, layer_state, metrics
@@ -231,7 +232,7 @@ class EquivalenceProbe:
             own_writes = layer_state.foreign(model, writes)
             known = {id(c) for v in [*model.variables, *model.metrics_variables] for c in keras_internals.copies(v)}
             others = [v for v in call.graph.variables if id(v) not in known]
-            others += _writable(call.graph, trained)
+            others += written(call.graph, trained)
             for write in own_writes:
                 if len(write.threads) > 1:
                     step = {"train": "training", "test": "evaluation", "predict": "prediction"}[self.comparison.kind]
@@ -366,19 +367,6 @@ class EquivalenceProbe:
         finally:
             np.random.set_state(of_numpy)
             random.setstate(of_python)
-
-
-_READING = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}  # that only read their variable
-
-
-def _writable(graph: tf.Graph, variables: list[tf.Variable]) -> list[tf.Variable]:
-    """Returns which of these a graph may write: those that go to more than an operation that reads.
-
-    All weights would be gigabytes to keep, for each replica.
-    """
-    of_handle = {id(v.handle): v for v in variables}
-    captured = [(of_handle.get(id(outer)), inner) for outer, inner in graph.captures]
-    return [v for v, inner in captured if v is not None and any(o.type not in _READING for o in inner.consumers())]
 
 
 def _python_numbers(model: keras.Model) -> list[tuple[object, str, float]]:
