@@ -195,7 +195,7 @@ def values_read(function: types.FunctionType) -> dict[str, object]:
     """
     cells = zip(function.__code__.co_freevars, function.__closure__ or ())
     values = {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}  # but empty ones
-    values["defaults"] = [function.__defaults__, function.__kwdefaults__]
+    values["defaults"] = (function.__defaults__, function.__kwdefaults__)
     if not is_own(function):
         return values
     read = lambda kind: sorted({i.argval for i in instructions(function.__code__) if i.opname.startswith(kind)})

@@ -29,7 +29,7 @@ _OF_PROCESS = ("seed", "synchronized", "code")
 """Settings that are drawn, that follow the number of replicas, or that have numbers of lines, as a Lambda's code."""
 _OF_MODEL = ("name", "layers", "input_layers", "output_layers", "dtype", "vocabulary", "build_config", "trainable")
 """Settings of layers that follow the process, or that are those of other layers."""
-ENCLOSED = f"{SETUP} in what it encloses"
+ENCLOSED = f"{SETUP} with the weights of other models that it uses"
 _VERSIONS = f" (Keras {keras.__version__}, Python {platform.python_version()})"
 _SEEN: dict[int, tuple[weakref.ref, str]] = {}  # objects of the user's by their ids, with their digests
 _BEGUN = time.monotonic()
@@ -61,7 +61,7 @@ def of_losses(model: keras.Model) -> dict[str, Any]:
     """Returns by name a digest of the losses and metrics of a model."""
     given = [model.loss, *keras_internals.compiled_with(model)] if model.compiled else []
     made = digest([of_object(part) for part in keras.tree.flatten(given)])
-    return {f"{SETUP} for its loss{_VERSIONS}": made} | _enclosed(model, given, f"{ENCLOSED} of its loss")
+    return {f"{SETUP} for its loss{_VERSIONS}": made} | _enclosed(model, given, f"{ENCLOSED} in its loss")
 
 
 def _enclosed(model: keras.Model, roots: list, name: str) -> dict[str, Any]:
