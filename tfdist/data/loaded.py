@@ -23,7 +23,6 @@ from tfdist.data.spec import Spec, Structure
 from tfdist.errors import UserError
 
 SMALLEST = 1 << 24  # arrays that take fewer bytes together are not worth it
-_ROOM = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -102,22 +101,15 @@ class SharedTables:
             self._memory.close()
 
     def _written(self, about: dict[str, object], arrays: list[np.ndarray]) -> host_memory.Note:
-        described = b""
-        rounded = lambda place: math.ceil(place / ALIGNMENT) * ALIGNMENT
-        for _ in range(2):  # the arrays begin behind the description, which says where they begin
-            at, places = rounded(host_memory.Offer.TOKEN_BYTES + len(described) + _ROOM), []
-            for array in arrays:
-                places.append(at)
-                at = rounded(at + array.nbytes)
-            kinds = [(a.dtype.str, a.shape, place) for a, place in zip(arrays, places)]
-            described = json.dumps({**about, "arrays": kinds}).encode()
-        self._memory = host_memory.Offer("data")
+        """Writes each array to a place at which `arrays.tensor` takes it, and on a last line what is where."""
+        self._memory, kinds = host_memory.Offer("data"), []
         with contextlib.closing(os.fdopen(os.dup(self._memory.fileno()), "wb")) as file:
-            file.write(described + b"\0")
-            for array, place in zip(arrays, places, strict=True):
+            for array in arrays:
+                place = math.ceil(file.tell() / ALIGNMENT) * ALIGNMENT
                 file.seek(place)
                 file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-            file.truncate(at)
+                kinds.append((array.dtype.str, array.shape, place))
+            file.write(b"\n" + json.dumps({**about, "arrays": kinds}).encode())
         seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
         fcntl.fcntl(self._memory.fileno(), fcntl.F_ADD_SEALS, seals)
         return self._memory.note()
@@ -133,11 +125,8 @@ def take(note: host_memory.Note) -> Loaded | None:
             memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         except OSError:
             return None
-    about = json.loads(memory[host_memory.Offer.TOKEN_BYTES : memory.find(b"\0")])
-    arrays = [
-        np.ndarray(tuple(shape), np.dtype(dtype), memory, place)  # which begins where `arrays.tensor` needs it
-        for dtype, shape, place in about["arrays"]
-    ]
+    about = json.loads(memory[memory.rfind(b"\n") :])
+    arrays = [np.ndarray(tuple(shape), np.dtype(dtype), memory, place) for dtype, shape, place in about["arrays"]]
     train, evaluation = (Arrays(tuple(_filled(p, arrays) for p in parts), exact) for parts, exact in about["columns"])
     return Loaded(train, evaluation, about["examples"], spec_file.made(about["spec"]))
 
