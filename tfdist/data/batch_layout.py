@@ -120,11 +120,8 @@ class Layout:
         """Returns this worker's rows of a global batch: for each micro-batch, int64 [n]."""
         if not self.local:
             return [np.arange(count)]
-        positions = []
-        for micro in np.array_split(np.arange(count), self.accumulate):
-            of_replica = np.array_split(micro, self.replicas)
-            positions.append(np.concatenate(of_replica[self.first : self.first + self.local]))
-        return positions
+        ranges = [self.of_worker(count, micro) for micro in range(self.accumulate)]
+        return [np.arange(own.start, own.start + own.size) for own in ranges]
 
 
 class MicroBatch(NamedTuple):
