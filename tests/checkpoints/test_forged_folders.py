@@ -22,7 +22,7 @@ from tfdist.data import spec_file
 from tfdist.doctor import checkpoints as doctor
 from tfdist.errors import TrainingError, UserError
 from tfdist.inference import trained_model
-from tfdist.monitoring import progress, recorder
+from tfdist.monitoring import recorder
 from tfdist.monitoring.report import run_files
 
 OLD = REPOSITORY / "tests/checkpoints/run_folder_0.1.0/interrupted"
@@ -120,7 +120,6 @@ BAD_CALLBACKS = [
     ("Recorder.0", RECORDED | {"segments": {"launch": "x", "begun": [[0, "x", None]]}}, "update is "),
     ("Recorder.0", RECORDED | {"segments": {"launch": "x", "begun": [[0]]}}, "missing 2 required positional arg"),
     ("Recorder.0", RECORDED | {"segments": {"launch": "x"}}, "'begun'"),
-    ("Plain.0", {"in_epoch": "x"}, "in_epoch is 'x'"),
     ("EarlyStopping.0", {"wait": [1]}, "wait is [1]"),
 ]
 
@@ -129,8 +128,8 @@ BAD_CALLBACKS = [
 def test_a_forged_state_of_a_callback(name, state, why, tmp_path):
     plan = schedule.make(config.Experiment(), 1000, 1)
     launched = recorder.Segments(environ={env_vars.ROUNDS: json.dumps({"launch": "x"})})
-    ours = [recorder.Recorder(RunFolder(str(tmp_path)), plan, launched), progress.Plain(plan, dict)]
-    callbacks = keras.callbacks.CallbackList([*ours, keras.callbacks.EarlyStopping()])
+    ours = [recorder.Recorder(RunFolder(str(tmp_path)), plan, launched), keras.callbacks.EarlyStopping()]
+    callbacks = keras.callbacks.CallbackList(ours)
     with pytest.raises(UserError, match=rf"the callback {re.escape(name)} can go on with \(.*{re.escape(why)}"):
         training_run.restore_callbacks(callbacks, {name: state})
     training_run.restore_callbacks(callbacks, {"Recorder.0": RECORDED, "EarlyStopping.0": {"wait": 3, "best": None}})

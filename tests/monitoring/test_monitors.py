@@ -285,16 +285,17 @@ def test_the_display_on_a_terminal_of_80_columns(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("JPY_PARENT_PID", raising=False)
     gpu = {"number": 0, "load": 0.9, "memory_used": 12000.0, "memory_total": 16000.0}
+    record = recorder(updates=870, of_epoch=Spent(0.3, 0.7, 0.0, 0.0))
     with open(theirs, "w") as screen:
         monkeypatch.setattr("sys.stdout", screen)
         monkeypatch.setenv("JPY_PARENT_PID", "1")  # a notebook's cell that runs a command
-        assert isinstance(progress.create("auto", PLAN)[0], progress.Plain)
+        assert isinstance(progress.create("auto", PLAN, record)[0], progress.Plain)
         monkeypatch.delenv("JPY_PARENT_PID")
-        (shown,) = progress.create("auto", PLAN, lambda: {"gpus": [gpu]})
+        (shown,) = progress.create("auto", PLAN, record, lambda: {"gpus": [gpu]})
         assert isinstance(shown, progress.Bar)
         shown.on_train_begin()
         shown.on_epoch_begin(29)
-        shown.on_call(Call(30, 1437, Spent(0.3, 0.7, 0.0, 0.0), True, 1.0))
+        record.updates = 900
         logs = {"loss": 0.5126, "accuracy": 1.0}
         shown.on_train_batch_end(29, logs)
         shown._bar.refresh()
@@ -311,13 +312,14 @@ def test_the_display_on_a_terminal_of_80_columns(monkeypatch):
 
 
 def test_a_log_file_gets_whole_lines(capsys):
-    (shown,) = progress.create("auto", PLAN)
+    record = recorder(of_epoch=Spent())
+    (shown,) = progress.create("auto", PLAN, record)
     assert isinstance(shown, progress.Plain)
     shown.on_train_begin()
     shown.on_epoch_begin(0)
     shown._printed = -1e9
-    shown.on_train_batch_end(14, {"loss": 2.0})
-    shown.on_train_batch_end(29, {"loss": 1.0})
+    for record.updates in (15, 30):
+        shown.on_train_batch_end(record.updates - 1, {"loss": 30 / record.updates})
     shown.on_epoch_end(0, {"loss": 1.0, **{f"metric_{i}": 0.5 for i in range(9)}})
     middle, end = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"epoch  1/30  update 15/30  loss 2\.0000  [\d,.]+[kM]? ex/s  \d+:\d\d left", middle), middle

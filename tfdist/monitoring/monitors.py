@@ -59,7 +59,7 @@ class Monitors:
         if is_chief:
             usage = Usage(tuple(gpu.number for gpu in gpus))
             board = Board(folder.path / "tensorboard") if display.tensorboard else None
-            self.callbacks += progress.create(display.progress, plan, usage.latest)
+            self.callbacks += progress.create(display.progress, plan, self.recorder, usage.latest)
             self.callbacks.append(Timeline(folder, self.recorder, usage, flops, experiment, board))
         if profiled[1]:
             self.callbacks.append(Profiler(*profiled, self.recorder, folder.path, is_chief))

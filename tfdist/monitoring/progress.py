@@ -19,9 +19,9 @@ from rich import progress as rich_progress
 from rich.console import Console
 from rich.table import Column
 
-from tfdist.checkpoints import state_shape
 from tfdist.config.schedule import Plan
-from tfdist.trainer.callbacks import Call, Callback, Spent
+from tfdist.monitoring.recorder import Recorder
+from tfdist.trainer.callbacks import Callback
 
 # `cpu` in busy cores, `memory` in bytes, and `gpus`, each with its `number` in the driver, `load`, the share of time in
 # which it is busy, and `memory_used` and `memory_total` in MiB: None for what the driver does not report.
@@ -31,15 +31,17 @@ POST_EVERY_S = 5.0  # between posts to Kubeflow Trainer, which asks for no more
 INPUT_SHOWN = 0.05  # least share of the time spent waiting for input that is shown
 
 
-def create(kind: str, plan: Plan, usage: Callable[[], Sample] = lambda: {"gpus": []}) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks for `--progress`; `usage` samples the machine, as `Usage.latest`."""
+def create(
+    kind: str, plan: Plan, recorder: Recorder, usage: Callable[[], Sample] = lambda: {"gpus": []}
+) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks for `--progress`; that of `recorder` runs before; `usage` samples the machine."""
     trainer = all(f"KUBEFLOW_TRAINER_SERVER_{name}" in os.environ for name in ("URL", "CA_CERT", "TOKEN"))
-    told: list[keras.callbacks.Callback] = [TrainJobStatus(plan)] if trainer else []
+    told: list[keras.callbacks.Callback] = [TrainJobStatus(plan, recorder)] if trainer else []
     if kind == "none":
         return told
     # A notebook's cell that runs a command gives it a terminal, but displays it as a file.
     terminal = sys.stdout.isatty() and "JPY_PARENT_PID" not in os.environ
-    return [(Bar if kind == "bar" or (kind == "auto" and terminal) else Plain)(plan, usage), *told]
+    return [(Bar if kind == "bar" or (kind == "auto" and terminal) else Plain)(plan, recorder, usage), *told]
 
 
 def numbers(logs: Mapping[str, object] | None) -> str:
@@ -74,19 +76,17 @@ def clock(seconds: float) -> str:
 class _Display(Callback):
     takes_many_updates = True
 
-    def __init__(self, plan: Plan, usage: Callable[[], Sample]):
+    def __init__(self, plan: Plan, recorder: Recorder, usage: Callable[[], Sample]):
         super().__init__()
-        self._plan, self._usage = plan, usage
-        self._updates = self._before = 0
-        self._spent = Spent()
+        self._plan, self._recorder, self._usage = plan, recorder, usage
 
     def _speed(self) -> str:
         """Formats the speed of this epoch, and the share of input that slows it down."""
-        seconds, updates = self._last - self._start, self._updates - self._before
+        seconds, updates = self._last - self._start, self._recorder.updates - self._before
         if seconds <= 0 or updates <= 0:
             return ""
         examples = min(updates * self._plan.global_batch, self._plan.examples)
-        waits = self._spent.share("input") or 0.0
+        waits = self._recorder.of_epoch.share("input") or 0.0
         return rate(examples / seconds) + (f"  input {100 * waits:.0f}%" if waits >= INPUT_SHOWN else "")
 
     def _gpus(self) -> str:
@@ -108,31 +108,15 @@ class _Display(Callback):
             return line
         return textwrap.fill(line, width, subsequent_indent="    ", drop_whitespace=True)
 
-    def get_state(self) -> dict:
-        """For a checkpoint."""
-        return {"in_epoch": self._updates}
-
     def set_state(self, state: dict) -> None:
-        """Resumes from a checkpoint; raises ValueError if the state is not what `get_state` returns."""
-        state_shape.require(state, {"in_epoch": state_shape.count})
-        self._updates = state["in_epoch"]
+        """Leaves alone what checkpoints of earlier versions have: the recorder knows it."""
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._now, self._before = epoch, self._updates  # of a resumed epoch, some are done
+        self._now, self._before = epoch, self._recorder.updates  # of a resumed epoch, some are done
         self._start = self._last = time.perf_counter()
-        self._spent = Spent()
-
-    def on_call(self, call: Call) -> None:
-        self._spent += call.spent
 
     def on_train_batch_end(self, batch, logs=None):
-        self._updates = batch + 1
         self._last = time.perf_counter()
-
-    @property
-    def _done(self) -> int:
-        """Returns the updates of the whole run."""
-        return self._now * self._plan.updates_per_epoch + self._updates
 
 
 class Plain(_Display):
@@ -145,20 +129,20 @@ class Plain(_Display):
         super().on_train_batch_end(batch, logs)
         if self._last - self._printed >= PLAIN_EVERY_S:
             self._printed = self._last
-            share, done = f"update {batch + 1}/{self._plan.updates_per_epoch}", self._updates - self._before
-            left = (self._plan.updates - self._done) * (self._last - self._start) / done
+            share, done = f"update {batch + 1}/{self._plan.updates_per_epoch}", self._recorder.updates - self._before
+            left = (self._plan.updates - self._recorder.updates) * (self._last - self._start) / done
             print(self._line(self._now, logs, share, f"{clock(left)} left"), flush=True)
 
     def on_epoch_end(self, epoch, logs=None):
         print(self._line(epoch, logs), flush=True)
-        self._printed, self._updates = time.perf_counter(), 0
+        self._printed = time.perf_counter()
 
 
 class Bar(_Display):
     """One bar over the whole run, and a line for each epoch above it."""
 
-    def __init__(self, plan: Plan, usage: Callable[[], Sample]):
-        super().__init__(plan, usage)
+    def __init__(self, plan: Plan, recorder: Recorder, usage: Callable[[], Sample]):
+        super().__init__(plan, recorder, usage)
         # Without the widths, rich truncates these on a narrow terminal, instead of the bar.
         count, clock = Column(min_width=2 * len(str(plan.updates)) + 1), Column(min_width=5)
         self._bar = rich_progress.Progress(
@@ -179,11 +163,11 @@ class Bar(_Display):
         super().on_train_batch_end(batch, logs)
         loss = f" loss {_number(logs['loss'])}" if logs and "loss" in logs else ""
         speed = " ".join(filter(None, (self._speed(), self._gpus())))
-        self._bar.update(self._task, completed=self._done, description=self._epoch(self._now) + loss, speed=speed)
+        words = self._epoch(self._now) + loss
+        self._bar.update(self._task, completed=self._recorder.updates, description=words, speed=speed)
 
     def on_epoch_end(self, epoch, logs=None):
         self._bar.console.print(self._line(epoch, logs))
-        self._updates = 0
 
     def stop(self) -> None:
         """Restores the terminal; also after an error."""
@@ -201,18 +185,16 @@ class TrainJobStatus(Callback):
 
     takes_many_updates = True
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, recorder: Recorder):
         super().__init__()
-        self._plan, self._posting, self._next, self._done, self._first = plan, threading.Thread(), 0.0, 0, (0, 0.0)
+        self._plan, self._recorder = plan, recorder
+        self._posting, self._next, self._first = threading.Thread(), 0.0, (0, 0.0)
         self._logs: dict[str, object] = {}
 
-    def on_epoch_begin(self, epoch, logs=None):
-        self._before = epoch * self._plan.updates_per_epoch
-
     def on_train_batch_end(self, batch, logs=None):
-        self._done, now = self._before + batch + 1, time.monotonic()
+        now = time.monotonic()
         self._logs |= logs or {}
-        self._first = self._first if self._first[0] else (self._done, now)
+        self._first = self._first if self._first[0] else (self._recorder.updates, now)
         if now >= self._next and not self._posting.is_alive():
             self._post(now)
 
@@ -226,9 +208,10 @@ class TrainJobStatus(Callback):
             self._posting.join(POST_EVERY_S)
 
     def _post(self, now: float) -> None:
-        self._next, left, made = now + POST_EVERY_S, self._plan.updates - self._done, self._done - self._first[0]
+        done, self._next = self._recorder.updates, now + POST_EVERY_S
+        left, made = self._plan.updates - done, done - self._first[0]
         named = [{"name": k[:64], "value": f"{v:.6g}"} for k, v in self._logs.items() if isinstance(v, (int, float))]
-        status: dict[str, Any] = {"progressPercentage": 100 * self._done // self._plan.updates, "metrics": named[:256]}
+        status: dict[str, Any] = {"progressPercentage": 100 * done // self._plan.updates, "metrics": named[:256]}
         status |= {"estimatedRemainingSeconds": round(left * (now - self._first[1]) / made)} if made else {}
         status["lastUpdatedTime"] = datetime.datetime.now(datetime.timezone.utc).isoformat()
         body = json.dumps({"trainerStatus": status}).encode()

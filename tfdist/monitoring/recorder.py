@@ -199,7 +199,7 @@ class Recorder(Callback):
         self.rollbacks: list[dict] = []
         self.accumulate = plan.accumulate
         self.spent = Spent()  # in steady state
-        self._of_epoch = Spent()
+        self.of_epoch = Spent()  # in the running epoch
         self._norm: float | None = None
         self._rates: list[tuple[int, float]] = []
         self._in_epoch = 0  # those of the running epoch
@@ -251,12 +251,12 @@ class Recorder(Callback):
             self._file_is_cut = True
             for name in (HISTORY, TIMELINE):
                 self._folder.cut(name, lambda line: False)
-        self._of_epoch = Spent()
+        self.of_epoch = Spent()
         self._rate_from, self._epoch_start = self._in_epoch, time.perf_counter()
         self._last = self._epoch_start
 
     def on_call(self, call: Call) -> None:
-        self._of_epoch += call.spent
+        self.of_epoch += call.spent
         self._norm = call.gradient_norm
         if call.steady:
             self.spent += call.spent
@@ -282,7 +282,7 @@ class Recorder(Callback):
         rate = examples / seconds if seconds > 0 and examples else None
         line = {"epoch": self.epochs, "updates": self.updates, "seconds": round(self.seconds, 3)}
         rest = {"examples_per_second": rate, "learning_rate": learning_rate(self.model), "gradient_norm": self._norm}
-        self._write(line | rest | {"time": dataclasses.asdict(self._of_epoch)} | logs)
+        self._write(line | rest | {"time": dataclasses.asdict(self.of_epoch)} | logs)
         self._in_epoch = 0
 
     def _write(self, line: dict) -> None:
