@@ -3,26 +3,22 @@
 Commands are worked out first (`plan`, pure) and started second (`run`).
 """
 
-import contextlib
 import dataclasses
 import os
 import pathlib
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import psutil
 from absl.flags import FlagValues
 
 from tfdist import config
 from tfdist.cluster import env_vars
 from tfdist.config import messages
-from tfdist.distributed import gpus, horovod_install
-from tfdist.distributed.child_process import GRACE_S, end_with_the_parent
+from tfdist.distributed import child_process, gpus, horovod_install
 from tfdist.errors import UserError
 
 TICK_S = 0.5  # how often whoever watches hears that a run goes on
@@ -180,50 +176,17 @@ def run(trial: Trial, limit: float, tick: Callable[[float], None] = lambda secon
     """
     trial.folder.mkdir(parents=True, exist_ok=True)
     log, start = trial.folder / LOG, time.monotonic()
+    environ = env_vars.without(os.environ, env_vars.CLUSTER) | dict(trial.environ)
+    tick(0.0)
     with open(log, "wb") as output:
         try:
-            process = subprocess.Popen(
-                trial.command,
-                env=env_vars.without(os.environ, env_vars.CLUSTER) | dict(trial.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C reaches the comparison alone, which ends its runs
-                preexec_fn=end_with_the_parent(),
-            )
+            code = child_process.run(trial.command, limit, TICK_S, tick, stdout=output, env=environ)
         except OSError as error:
             return Outcome(127, 0.0, f"{trial.command[0]} cannot be started: {error.strerror}")
-        code = None
-        try:
-            while code is None and (passed := time.monotonic() - start) < limit:
-                tick(passed)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = process.wait(min(TICK_S, limit - passed))
-        finally:
-            _end(process)
     seconds = time.monotonic() - start
     if code is None:
         return Outcome(None, seconds, f"it was not over after {limit:g} s (--time_limit)")
     return Outcome(code, seconds, *_reason(log, code)) if code else Outcome(code, seconds)
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Ends a run that is not over, with all that it started; some of those lead sessions of their own."""
-    if process.poll() is not None:
-        return
-    family = psutil.Process(process.pid).children(recursive=True)
-    try:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-    finally:  # also after another Ctrl-C
-        for relative in family:  # psutil knows a process by its start, too: the number may be another's by now
-            with contextlib.suppress(psutil.Error):
-                relative.kill()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    psutil.wait_procs(family, timeout=GRACE_S)
 
 
 def _reason(log: pathlib.Path, code: int) -> tuple[str, bool]:

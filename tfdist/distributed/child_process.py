@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import psutil
 
 T = TypeVar("T")
 GRACE_S = 5.0  # from SIGTERM to SIGKILL: a worker inside TensorFlow's constructor never sees the first
@@ -28,6 +31,52 @@ def end_with_the_parent() -> Callable[[], None]:
             os._exit(1)
 
     return ask
+
+
+def run(
+    command: Sequence[str],
+    limit: float,
+    every: float,
+    tick: Callable[[float], None],
+    ending: signal.Signals = signal.SIGTERM,
+    **options: Any,  # of `subprocess.Popen`
+) -> int | None:
+    """Runs a program to its end and returns its exit code, or None: it may take `limit` seconds; OSError as `answer`.
+
+    `tick` hears every so many seconds how many have passed. Whatever ends this function, no process that the program
+    has started outlives it; the program itself gets `ending` and `GRACE_S` before.
+    """
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    # Of a session of its own: Ctrl-C reaches this process alone, which ends the program.
+    process = subprocess.Popen(command, **streams, **options, start_new_session=True, preexec_fn=end_with_the_parent())
+    start = time.monotonic()
+    try:
+        while (passed := time.monotonic() - start) < limit:
+            try:
+                return process.wait(min(every, limit - passed))
+            except subprocess.TimeoutExpired:
+                tick(time.monotonic() - start)
+        return None
+    finally:
+        if process.poll() is None:
+            _end(process, ending)
+
+
+def _end(process: subprocess.Popen, ending: signal.Signals) -> None:
+    """Ends a program with all that it started; some of those lead sessions of their own."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    try:
+        process.send_signal(ending)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    finally:  # also after another Ctrl-C
+        for relative in family:  # psutil knows a process by its start, too: the number may be another's by now
+            with contextlib.suppress(psutil.Error):
+                relative.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    psutil.wait_procs(family, timeout=GRACE_S)
 
 
 def answer(

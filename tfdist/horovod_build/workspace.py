@@ -1,6 +1,5 @@
 """What a build of Horovod needs, and a folder in which it is fetched, edited, compiled, tried and installed from."""
 
-import contextlib
 import dataclasses
 import hashlib
 import importlib.util
@@ -15,13 +14,12 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import time
 import zipfile
 from collections.abc import Mapping
 
 from tfdist.config import packages as installed
 from tfdist.config.messages import logger
-from tfdist.distributed import horovod_install
+from tfdist.distributed import child_process, horovod_install
 from tfdist.distributed.horovod_install import Build
 from tfdist.errors import TrainingError, UserError
 
@@ -83,25 +81,13 @@ class Workspace:
         with self.log.open("ab") as log:
             log.write(f"$ {' '.join(arguments)}\n".encode())
             log.flush()
-            process = subprocess.Popen(
-                arguments,
-                cwd=self.folder,
-                env={**self._environ, "PYTHONPATH": os.pathsep.join([*map(str, path), *theirs])},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that the compilers below it can be ended with it
-            )
-            begun = time.monotonic()
-            try:
-                while (seconds := time.monotonic() - begun) < LIMIT_S:
-                    try:
-                        return process.wait(min(TICK_S, LIMIT_S - seconds))
-                    except subprocess.TimeoutExpired:
-                        logger.info(f"{time.monotonic() - begun:.0f} s: {progress(self._text())}")
-                raise TrainingError(f"the build took more than {LIMIT_S:g} s: the log is {self.log}")
-            finally:
-                _end(process)
+            environ = {**self._environ, "PYTHONPATH": os.pathsep.join([*map(str, path), *theirs])}
+            tick = lambda seconds: logger.info(f"{seconds:.0f} s: {progress(self._text())}")
+            gently = signal.SIGINT  # lets pip undo what it began
+            code = child_process.run(arguments, LIMIT_S, TICK_S, tick, gently, stdout=log, cwd=self.folder, env=environ)
+        if code is None:
+            raise TrainingError(f"the build took more than {LIMIT_S:g} s: the log is {self.log}")
+        return code
 
     def _text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -131,18 +117,6 @@ def first_error(log: str) -> str:
 def _shorten(line: str) -> str:
     line = " ".join(line.split())
     return line if len(line) <= 300 else f"{line[:300]}..."
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that still runs, and the compilers below it; pip gets a moment to undo what it began."""
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGINT)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(5)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 ARCHIVE = f"horovod-{horovod_install.VERSION}.tar.gz"
