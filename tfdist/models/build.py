@@ -5,8 +5,7 @@ import difflib
 import fnmatch
 import json
 import math
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from collections.abc import Callable
 
 import keras
 
@@ -26,7 +25,6 @@ _ZOO: dict[str, Callable[..., keras.Model]] = {
     name: getattr(small, name, None) or getattr(vision, name) for name in config.MODELS
 }
 
-_Named: TypeAlias = tuple[keras.Layer, tuple[str, ...]]
 _SHOWN = 8  # names of layers in a message
 
 
@@ -206,7 +204,7 @@ def freeze(model: keras.Model, text: str) -> str:
     inside of a layer. One with `!` before it takes out what it matches; if all have one, everything else is frozen.
     """
     patterns = [pattern.strip() for pattern in text.split(",")]
-    layers = list(_with_weights(model, ()))
+    layers = list(optimizers.with_weights(model))
     for pattern in patterns:
         if not any(_matches(names, pattern.removeprefix("!")) for _, names in layers):
             raise UserError(f"model.freeze: {pattern!r} matches no layer with weights{_near(pattern, layers)}")
@@ -225,20 +223,11 @@ def freeze(model: keras.Model, text: str) -> str:
     return f"frozen: {frozen} of {len(layers)} layers with weights; {trained:,} of {total:,} numbers train"
 
 
-def _with_weights(layer: keras.Layer, names: tuple[str, ...]) -> Iterator[_Named]:
-    """Yields the layers that own weights, with their names and those of the layers around them, from the inside out."""
-    for inner in keras_internals.flat_layers(layer, include_self=False, recursive=False):
-        around = (inner.name, *names)
-        if keras_internals.own_variables(inner):
-            yield inner, around
-        yield from _with_weights(inner, around)
-
-
 def _matches(names: tuple[str, ...], pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
-def _near(pattern: str, layers: list[_Named]) -> str:
+def _near(pattern: str, layers: list[optimizers.Named]) -> str:
     """How the message of an unknown name ends; a network has too many layers to list them all."""
     names = list(dict.fromkeys(names[-1] for _, names in layers))
     inner = [name for _, around in layers for name in around]

@@ -6,7 +6,7 @@ import fnmatch
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -134,6 +134,7 @@ def portable(model: keras.Model) -> Iterator[None]:
         optimizer.learning_rate = schedule
 
 
+Named: TypeAlias = tuple[keras.Layer, tuple[str, ...]]
 _BLOCK = re.compile(r"^.*(?:block|layer)_?\d+[a-z]?(?=_)")
 _SHOWN = 12  # names in a message
 _SMALLEST = 1e-6  # share of the learning rate below which a layer does not move in float32
@@ -205,18 +206,19 @@ def describe_factors(model: keras.Model, layer_factors: Sequence[float]) -> str:
     return f"x{low:.3g} ({layers[layer_factors.index(low)]}) to x{high:.3g} ({layers[layer_factors.index(high)]})"
 
 
+def with_weights(layer: keras.Layer, names: tuple[str, ...] = ()) -> Iterator[Named]:
+    """Yields the layers that own weights, with their names and those of the layers around them, from the inside out."""
+    for inner in keras_internals.flat_layers(layer, include_self=False, recursive=False):
+        around = (inner.name, *names)
+        if keras_internals.own_variables(inner):
+            yield inner, around
+        yield from with_weights(inner, around)
+
+
 def _owned(model: keras.Model) -> list[_Owned]:
     """The trainable variables, in their order."""
-    chains: dict[int, tuple[str, ...]] = {}
-
-    def walk(layer: keras.Layer, chain: tuple[str, ...]) -> None:
-        model_of_layers = isinstance(layer, keras.Model)
-        for inner in layer.layers if model_of_layers else keras_internals.flat_layers(layer, False, False):
-            for variable in inner.variables:
-                chains[id(variable)] = (*chain, inner.name)
-            walk(inner, (*chain, inner.name))
-
-    walk(model, ())
+    own = keras_internals.own_variables
+    chains = {id(variable): names[::-1] for layer, names in with_weights(model) for variable in own(layer)}
     return [_Owned(variable, chains.get(id(variable), ())) for variable in model.trainable_variables]
 
 
