@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 
@@ -46,13 +46,9 @@ class Spent:
         return self.input + self.compute + (self.all_reduce or 0.0) + self.python
 
     def __add__(self, other: "Spent") -> "Spent":
-        unknown = self.all_reduce is None or other.all_reduce is None
-        return Spent(
-            self.input + other.input,
-            self.compute + other.compute,
-            None if unknown else (self.all_reduce or 0.0) + (other.all_reduce or 0.0),
-            self.python + other.python,
-        )
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other))
+        sums: list[Any] = [None if None in pair else sum(pair) for pair in pairs]
+        return Spent(*sums)
 
     def share(self, name: str) -> float | None:
         """Returns the share of the time in the entry `name`, in [0, 1]; None if it is not known."""
