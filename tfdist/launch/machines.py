@@ -70,20 +70,20 @@ def find(options: argparse.Namespace, environ: Mapping[str, str], start_timeout:
     node = whole("--node_rank", index or default.node_rank if options.node_rank is None else options.node_rank, 0)
     if node >= nnodes:
         raise UserError(f"--node_rank={node} does not exist with --nnodes={nnodes}: ranks of nodes count from 0 on")
+    return Nodes(nnodes, nnodes, False, node, *_node_0(str(nnodes), nnodes, default, options), Waits())
+
+
+def _node_0(text: str, most: int, default: env_vars.PlatformNode, options: argparse.Namespace) -> tuple[str, int, str]:
+    """Returns address and port of node 0, for `most` nodes at most, and how many workers a node has by default."""
     addr = options.master_addr or default.addr
-    if nnodes > 1 and not addr:
-        raise UserError(f"--nnodes={nnodes} needs --master_addr: the address of node 0 in the network of the nodes")
-    port = _port(options.master_port or default.port or (env_vars.PORT if nnodes > 1 else 0), nnodes)
-    return Nodes(nnodes, nnodes, False, node, addr or "127.0.0.1", port, str(default.gpus or 1), Waits())
-
-
-def _port(text: str | int, nnodes: int) -> int:
-    port = whole("--master_port", text, 0, 65535)
-    if port == 0 and nnodes > 1:
+    if most > 1 and not addr:
+        raise UserError(f"--nnodes={text} needs --master_addr: the address of node 0 in the network of the nodes")
+    port = whole("--master_port", options.master_port or default.port or (env_vars.PORT if most > 1 else 0), 0, 65535)
+    if port == 0 and most > 1:
         raise UserError(
             "--master_port=0 means any free port, which other nodes cannot know", "give the same on all nodes"
         )
-    return port
+    return addr or "127.0.0.1", port, str(default.gpus or 1)
 
 
 def _elastic(
@@ -118,10 +118,7 @@ def _elastic(
         what = f"--nnodes={text} lets the number of nodes change, and {fixed} fixes it"
         raise UserError(what, "unset that, or give --nnodes one number")
     default = platform or env_vars.PlatformNode("", 1, -1)
-    addr = options.master_addr or default.addr
-    if not addr:
-        raise UserError(f"--nnodes={text} needs --master_addr: the address of node 0 in the network of the nodes")
-    port = _port(options.master_port or default.port or env_vars.PORT, most)
+    node_0 = _node_0(text, most, default, options)
     # A pod of an indexed Job of Kubernetes knows its number. Node 0 numbers the others.
     known = environ.get("JOB_COMPLETION_INDEX", "").strip() or str(default.node_rank)
     index = known if options.node_rank is None else options.node_rank
@@ -131,7 +128,7 @@ def _elastic(
         seconds("--rejoin_timeout", options.rejoin_timeout or str(start_timeout)),
         seconds("--scale_wait", options.scale_wait or str(SCALE_S), least=0),
     )
-    return Nodes(most, least, True, node, addr, port, str(default.gpus or 1), waits)
+    return Nodes(most, least, True, node, *node_0, waits)
 
 
 def secret(nodes: Nodes, insecure: bool, environ: Mapping[str, str]) -> str:
