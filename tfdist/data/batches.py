@@ -141,9 +141,10 @@ class Batches(Source):
         return keras.tree.map_structure(lambda a: tf.gather(a, rows), batch)
 
     def repeats_order(self) -> bool:
-        if self.reader.first is not None:
-            return self.reader.repeats()
-        one, two = (keras.tree.flatten(self.first_batch()) for _ in range(2))
+        if self.reader.once:
+            return False
+        read = self.reader.read_first if isinstance(self.reader, python_batches.PythonReader) else self.first_batch
+        one, two = (keras.tree.flatten(read()) for _ in range(2))
         return all(np.array_equal(a, b) for a, b in zip(one, two))
 
     def class_counts(self, classes: int) -> np.ndarray:

@@ -41,10 +41,6 @@ class Reader:
         """Returns the batches of a pass, or one of TensorFlow's two constants for what is not a number."""
         return int(dataset.cardinality())
 
-    def repeats(self) -> bool:
-        """Returns whether a first batch that Python has made is the same when it is read twice."""
-        return False
-
     def begin(self) -> None:
         """Is called when an epoch, an evaluation or a prediction begins to read."""
 
@@ -83,14 +79,9 @@ class PythonReader(Reader):
         known = _comes_from(self.origin, *_TORCH) and hasattr(self.origin.dataset, "__len__")
         return len(self.origin) if known else tf.data.UNKNOWN_CARDINALITY
 
-    def repeats(self) -> bool:
-        if self.once:
-            return False
-        one, two = (keras.tree.flatten(columns(self._first())) for _ in range(2))
-        return all(np.array_equal(a, b) for a, b in zip(one, two))
-
-    def _first(self) -> Structure:
-        return next(iter(self.origin))
+    def read_first(self) -> tuple:
+        """Reads the first batch anew."""
+        return columns(next(iter(self.origin)))
 
     def _batches(self) -> Iterator:
         return iter(self.origin)
@@ -138,8 +129,8 @@ class SequenceReader(PythonReader):
     def cardinality(self, dataset: tf.data.Dataset) -> int:
         return tf.data.INFINITE_CARDINALITY if self.size is None else self.size
 
-    def _first(self) -> Structure:
-        return self.origin[0]
+    def read_first(self) -> tuple:
+        return columns(self.origin[0])
 
     def begin(self) -> None:
         self.origin.on_epoch_begin()
