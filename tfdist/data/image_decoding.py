@@ -5,7 +5,7 @@ Pillow does not tell: it reads the size of a GIF's first frame alone, and alloca
 
 import dataclasses
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -77,8 +77,7 @@ def bmp_size(head: bytes) -> tuple[int, int]:
     return abs(height), abs(width)
 
 
-OTHER = 0  # way of decoding any image, by its first bytes; the others are JPEGs in 1/1, 1/2, 1/4 or 1/8 of their size
-RATIOS = (8, 4, 2, 1)
+RATIOS = (8, 4, 2)  # in a half, a quarter or an eighth of its size a JPEG is decoded faster
 MOST_PIXELS = 178_956_970  # as in Pillow: a small file may unpack to all memory
 
 
@@ -102,35 +101,27 @@ class Pictures:
         return lambda contents: tf.ensure_shape(self.decode(contents), shape or [None, None, self.channels])
 
 
-def ways(kinds: Sequence[str], sizes: np.ndarray, size: tuple[int, int] | None, policy: str) -> np.ndarray:
-    """Chooses how each file is decoded, int32 [n], by its kind (`jpeg`, ...) and size [n, 2], 0 if not known.
+def decoder(size: tuple[int, int] | None = None, policy: str = "crop") -> Callable[[tf.Tensor], tf.Tensor]:
+    """Returns a function (contents) -> uint8 [h, w, 3].
 
     A JPEG is shrunk while it is decoded, to no less than is needed for this `size`, if any: a photo of 4000x3000 for
     224x224 takes a tenth of the time so, and it is averaged over what is left out. See `ops.resize` for `policy`.
     """
-    chosen = np.where(np.array(kinds) == "jpeg", 1, OTHER).astype(np.int32)
-    if size is None:
-        return chosen
-    factors = sizes / np.array(size)
-    factor = factors.max(1) if policy == "pad" else factors.min(1)
-    for ratio in reversed(RATIOS):
-        chosen = np.where((chosen > 0) & (factor >= ratio), ratio, chosen)
-    return chosen.astype(np.int32)
-
-
-def shrinking(size: tuple[int, int], policy: str) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Returns a function (contents) -> uint8 [h, w, 3] that decodes as `ways` would choose, without a look before."""
-    decode = decoder((OTHER, *RATIOS))
     combine = tf.reduce_any if policy == "pad" else tf.reduce_all
 
-    def way(contents: tf.Tensor) -> tf.Tensor:
+    def whole(contents: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(tf.io.decode_image(contents, 3, expand_animations=False), [None, None, 3])
+
+    def shrunk(contents: tf.Tensor) -> tf.Tensor:
         shape = tf.io.extract_jpeg_shape(contents)[:2]
         enough = [combine(shape >= ratio * np.array(size, np.int32)) for ratio in RATIOS]
-        return tf.reduce_min([tf.where(e, i, len(RATIOS)) for i, e in enumerate(enough, 1)])
+        way = tf.reduce_min([tf.where(e, i, len(RATIOS)) for i, e in enumerate(enough)])
+        ways = [lambda ratio=ratio: tf.io.decode_jpeg(contents, 3, ratio=ratio) for ratio in (*RATIOS, 1)]
+        return tf.ensure_shape(tf.switch_case(way, ways), [None, None, 3])
 
-    return lambda contents: decode(
-        contents, tf.cond(tf.io.is_jpeg(contents), lambda: way(contents), lambda: tf.constant(0))
-    )
+    if size is None:
+        return whole
+    return lambda contents: tf.cond(tf.io.is_jpeg(contents), lambda: shrunk(contents), lambda: whole(contents))
 
 
 def bounded(contents: tf.Tensor, most: int) -> tf.Tensor:
@@ -159,23 +150,3 @@ def bounded(contents: tf.Tensor, most: int) -> tf.Tensor:
     few = tf.debugging.assert_less_equal(pixels, np.float64(most), line)
     with tf.control_dependencies([few] if few is not None else []):
         return tf.identity(contents)
-
-
-def decoder(used: Sequence[int]) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
-    """Returns a function (contents, which of the `used` ways) -> uint8 [h, w, 3]."""
-
-    def one_way(way: int) -> Callable[[tf.Tensor], tf.Tensor]:
-        if way != OTHER:
-            return lambda contents: tf.io.decode_jpeg(contents, 3, ratio=way)
-        whole = lambda contents: tf.io.decode_image(contents, 3, expand_animations=False)
-        return lambda contents: tf.ensure_shape(whole(contents), [None, None, 3])
-
-    branches = [one_way(way) for way in used]
-
-    def decode(contents: tf.Tensor, which: tf.Tensor) -> tf.Tensor:
-        if len(branches) == 1:
-            return branches[0](contents)
-        image = tf.switch_case(which, [lambda b=branch: b(contents) for branch in branches])
-        return tf.ensure_shape(image, [None, None, 3])
-
-    return decode

@@ -54,7 +54,7 @@ class Servable:
         """Decodes bytes [n] to pictures [n, height, width, channels], as the data pipeline would have made them."""
         height, width, channels = self.spec.shape
         if self.shrink:
-            pixels = image_decoding.shrinking((height, width), self.resize)
+            pixels = image_decoding.decoder((height, width), self.resize)
         else:
             pixels = lambda text: tf.io.decode_image(text, channels=channels, expand_animations=False)
 

@@ -276,18 +276,17 @@ def test_a_random_crop_is_cut_from_the_whole_image(tmp_path):
 def test_large_jpegs_are_shrunk_while_they_are_decoded(policy, tmp_path):
     sizes = np.array([(12, 16), (23, 16), (24, 32), (24, 40), (64, 50), (100, 128), (1000, 700), (97, 16)])
     size = (12, 16)
-    ways = image_decoding.ways(["jpeg"] * 7 + ["png"], sizes, size, policy)
-    assert ways.tolist() == {"crop": [1, 1, 2, 2, 2, 8, 8, 0]}.get(policy, ways.tolist())
-    assert policy != "pad" or ways.tolist() == [1, 1, 2, 2, 4, 8, 8, 0]
-    for way, (height, width) in zip(ways, sizes):
-        save(tmp_path / "x.jpg", picture(7, (int(height), int(width))), quality=98)
-        contents = tf.io.read_file(str(tmp_path / "x.jpg"))
-        small = image_decoding.decoder([int(way)])(contents, way)
-        whole = image_decoding.decoder([image_decoding.OTHER])(contents, 0)
+    ratios = {"crop": [1, 1, 2, 2, 2, 8, 8, 1], "stretch": [1, 1, 2, 2, 2, 8, 8, 1], "pad": [1, 1, 2, 2, 4, 8, 8, 1]}
+    for i, (ratio, (height, width)) in enumerate(zip(ratios[policy], sizes)):
+        path = tmp_path / ("x.jpg" if i < 7 else "x.png")
+        save(path, picture(7, (int(height), int(width))), **({"quality": 98} if i < 7 else {}))
+        contents = tf.io.read_file(str(path))
+        small, whole = (decode(contents) for decode in (image_decoding.decoder(size, policy), image_decoding.decoder()))
+        assert small.shape == (-(-height // ratio), -(-width // ratio), 3)
         got, expected = (ops.resize(image, size, policy).numpy().astype(int) for image in (small, whole))
         assert got.shape == (12, 16, 3)
         # Sizes are rounded up by the decoder, so a pixel along a border of `pad` may fall to the other side.
-        assert np.median(np.abs(got - expected)) <= 3, (way, height, width)
+        assert np.median(np.abs(got - expected)) <= 3, (ratio, height, width)
 
 
 def test_a_file_that_breaks_during_the_training(tmp_path, connect, run):

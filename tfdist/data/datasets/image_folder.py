@@ -6,7 +6,7 @@ import hashlib
 import os
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -247,12 +247,12 @@ def load(
         good = [file for file in rows if not by_file[file].problem]
         if not good:
             raise UserError(f"{what}: all {len(rows):,} files of {field} are broken", "give it images")
-        kept = [by_file[file] for file in good]
-        kinds, shapes = [look.kind for look in kept], np.array([look.size for look in kept])
-        ways = image_decoding.ways(kinds, shapes, size if shrink else None, data.resize)
+        jpegs = [by_file[file].size for file in good if by_file[file].kind == "jpeg"] if size and shrink else []
+        combine = any if data.resize == "pad" else all
+        least = size if any(combine(a >= 2 * b for a, b in zip(jpeg, size or ())) for jpeg in jpegs) else None
         labels = np.array([listed[part].labels[row] for part, row in good], np.int32)
         files = [listed[part].path(row) for part, row in good]
-        return _records(files, labels, ways, every if max(ways) < 2 else None, skip)
+        return _records(files, labels, image_decoding.decoder(least, data.resize), None if least else every, skip)
 
     trained = records("data.train_split", train, shrink=size is not None and not whole)
     evaluated, shape = records("data.eval_split", evaluation, shrink=True), size or every
@@ -280,7 +280,7 @@ def _examined(paths: list[str], most: int, root: str, what: str, skip: bool) -> 
     def decoded(i: int) -> Look:
         try:
             with tf.device("CPU:0"):
-                shape = image_decoding.decoder([image_decoding.OTHER])(tf.io.read_file(paths[i]), 0).shape
+                shape = image_decoding.decoder()(tf.io.read_file(paths[i])).shape
         except tf.errors.OpError as error:
             return dataclasses.replace(looks[i], problem=f"cannot be decoded: {reason(error)}")
         return dataclasses.replace(looks[i], size=(int(shape[0]), int(shape[1])))
@@ -301,20 +301,22 @@ def _examined(paths: list[str], most: int, root: str, what: str, skip: bool) -> 
 
 
 def _records(
-    files: list[str], labels: np.ndarray, ways: np.ndarray, size: tuple[int, int] | None, skip: bool
+    files: list[str],
+    labels: np.ndarray,
+    pixels: Callable[[tf.Tensor], tf.Tensor],
+    size: tuple[int, int] | None,
+    skip: bool,
 ) -> Records:
-    """Makes a source of images, each decoded in one of `ways`, which makes all of them `size` if that is given.
+    """Makes a source of images, decoded by `pixels`, which makes all of them `size` if that is given.
 
     With `skip`, an image that cannot be decoded after all counts with weight 0.
     """
-    used, which = np.unique(ways, return_inverse=True)
     with tf.device("CPU:0"):
-        table = (tf.constant(files), tf.constant(labels), tf.constant(which.astype(np.int32)))
-    pixels = image_decoding.decoder(used.tolist())
+        table = (tf.constant(files), tf.constant(labels))
 
     def decode(stored: tuple, seed: tf.Tensor) -> tuple:
-        path, label, which = stored
-        image = pixels(tf.io.read_file(path), which)
+        path, label = stored
+        image = pixels(tf.io.read_file(path))
         return image if size is None else tf.ensure_shape(image, [*size, 3]), label
 
     def decode_or_skip(stored: tuple, seed: tf.Tensor) -> tuple:
@@ -323,7 +325,7 @@ def _records(
         good = one.map(lambda *stored: (*decode(stored, seed), 1.0)).ignore_errors()
         return good.concatenate(one.map(nothing)).take(1).get_single_element()
 
-    def nothing(path: tf.Tensor, label: tf.Tensor, which: tf.Tensor) -> tuple:
+    def nothing(path: tf.Tensor, label: tf.Tensor) -> tuple:
         line = tf.strings.join(["tfdist: WARNING: ", path, " cannot be decoded and is skipped"])
         with tf.control_dependencies([tf.print(line, output_stream=sys.stdout)]):
             return tf.zeros([*(size or (1, 1)), 3], tf.uint8), tf.identity(label), 0.0
