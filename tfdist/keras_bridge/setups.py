@@ -162,18 +162,15 @@ def _is_constant(value: Any, counts: bool = False) -> bool:
     """Returns whether a value is no symbol, time, path or address; nor a count or word, unless with `counts`."""
     if isinstance(value, list | tuple | dict):
         return all(_is_constant(v, counts) for v in (value.values() if isinstance(value, dict) else value))
-    if isinstance(value, int | float) and (abs(value - time.time()) < 1e7 or _is_of_clock(value)):
-        return False
+    if isinstance(value, int | float):
+        since_start = _BEGUN - 10 < value <= time.monotonic() and value != round(value, 4)
+        if since_start or abs(value - time.time()) < 1e7:
+            return False
     if isinstance(value, int | str):
         return counts and (abs(value) < 1 << 32 if isinstance(value, int) else value.isalpha())
     is_eager = isinstance(value, tf.Tensor) and hasattr(value, "numpy")
     constants = float, np.ndarray, np.floating, tf.lookup.StaticHashTable, property, staticmethod
     return is_eager or isinstance(value, constants) or inspect.isfunction(inspect.unwrap(value)) or _is_object(value)
-
-
-def _is_of_clock(value: float) -> bool:
-    """Returns whether a number is what the clock of this machine has shown to this process."""
-    return _BEGUN - 10 < value <= time.monotonic() and value != round(value, 4)
 
 
 def _is_object(value: object) -> bool:

@@ -1,7 +1,9 @@
 """The topologies that `--topology` knows: how many devices of which kind, and what one of them has. No TensorFlow."""
 
 import dataclasses
+import pathlib
 import re
+import string
 
 from tfdist.config import field_syntax
 from tfdist.errors import UserError
@@ -28,34 +30,11 @@ class GPU:
 
     def target(self) -> str:
         """Returns the description as XLA's `GpuTargetConfigProto` in text form."""
-        major, minor = self.capability
-        fields = {
-            "threads_per_block_limit": 1024,
-            "threads_per_warp": 32,
-            "shared_memory_per_block": 49152,
-            "shared_memory_per_core": self.shared,
-            "shared_memory_per_block_optin": self.shared - 1024,
-            "threads_per_core_limit": self.threads,
-            "core_count": self.cores,
-            "fpus_per_core": self.units,
-            "block_dim_limit_x": 2**31 - 1,
-            "block_dim_limit_y": 65535,
-            "block_dim_limit_z": 65535,
-            "memory_bandwidth": int(self.bandwidth),
-            "l2_cache_size": self.cache,
-            "clock_rate_ghz": self.clock,
-            "device_memory_size": self.memory,
-            "registers_per_core_limit": 65536,
-            "registers_per_block_limit": 65536,
-        }
-        info = "\n".join(f"  {name}: {value}" for name, value in fields.items())
-        return (
-            f"gpu_device_info {{\n{info}\n  cuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n"
-            'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 8 patch: 0 }\n'
-            f'device_description_str: "{self.name}"\n'
-        )
+        numbers = dataclasses.asdict(self) | {"bandwidth": int(self.bandwidth), "optin": self.shared - 1024}
+        return _TARGET.substitute(numbers, major=self.capability[0], minor=self.capability[1])
 
 
+_TARGET = string.Template(pathlib.Path(__file__).with_name("gpu_target.txt").read_text())
 _H100 = GPU("NVIDIA H100 80GB HBM3", 84942979072, (9, 0), 132, 128, 2048, 233472, 3.35e12, 50 << 20, 1.98, 450e9)
 GPUS = {
     "h100": _H100,
