@@ -198,27 +198,28 @@ def values_read(function: types.FunctionType) -> dict[str, object]:
     values["defaults"] = (function.__defaults__, function.__kwdefaults__)
     if not is_own(function):
         return values
-    read = lambda kind: sorted({i.argval for i in instructions(function.__code__) if i.opname.startswith(kind)})
+    read = lambda *kinds: sorted({name for kind, name in operations(function.__code__) if kind in kinds})
     values |= {name: function.__globals__[name] for name in read("LOAD_GLOBAL") if name in function.__globals__}
     for kind, thing in [*values.items()]:
         if is_users(_place(thing)) if inspect.ismodule(thing) else isinstance(thing, type) and is_own(thing):
-            values |= {f"{kind}.{name}": getattr(thing, name) for name in read("LOAD_ATTR") if hasattr(thing, name)}
+            known = [name for name in read("LOAD_ATTR", "LOAD_METHOD") if hasattr(thing, name)]
+            values |= {f"{kind}.{name}": getattr(thing, name) for name in known}
     return values
 
 
 def stored(functions: Iterable[Any]) -> tuple[set[str], tuple[type, ...]]:
     """Returns the names that functions store, and the classes of containers if they add to some."""
     bodies = [thing.__code__ for thing in map(inspect.unwrap, functions) if inspect.isfunction(thing)]
-    code = [(i.opname, i.argval) for body in bodies for i in instructions(body)]
-    adds = any(opname == "STORE_SUBSCR" or name in _ADDING for opname, name in code)
-    return {str(name) for opname, name in code if opname.startswith("STORE")}, (list, dict, set) if adds else ()
+    code = [each for body in bodies for each in operations(body)]
+    adds = any(kind == "STORE_SUBSCR" or name in _ADDING for kind, name in code)
+    return {str(name) for kind, name in code if kind.startswith("STORE")}, (list, dict, set) if adds else ()
 
 
-def instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
-    """Yields the instructions of code and of the functions within it."""
-    yield from dis.get_instructions(code)
-    for inner in filter(inspect.iscode, code.co_consts):
-        yield from instructions(inner)
+@functools.cache
+def operations(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
+    """Returns what code and the functions within it do: kinds of operations, and the names that they are about."""
+    inner = [each for part in filter(inspect.iscode, code.co_consts) for each in operations(part)]
+    return *((step.opname, step.argval) for step in dis.get_instructions(code)), *inner
 
 
 def is_users_object(thing: object) -> bool:
