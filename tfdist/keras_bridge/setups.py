@@ -141,8 +141,12 @@ def _held(part: Any, is_own: bool) -> tuple[dict[str, Any], list[tuple[str, Any]
 
 def _attributes(part: object) -> dict[str, Any]:
     """Returns the attributes of an object but those of any model, of which some lead to others, and of any callback."""
-    usual = {**vars(keras.Model(name="usual")), **vars(keras.callbacks.Callback())}
-    return {name: value for name, value in getattr(part, "__dict__", {}).items() if name not in usual}
+    return {name: value for name, value in getattr(part, "__dict__", {}).items() if name not in _usual()}
+
+
+@functools.cache
+def _usual() -> set[str]:
+    return {*vars(keras.Model(name="usual")), *vars(keras.callbacks.Callback())}
 
 
 def _graph(model: keras.Model) -> list:
