@@ -1,6 +1,11 @@
 """What is known of a model besides its weights: a setting that is not seen would be taken for the same."""
 
 import json
+import random
+import tempfile
+import threading
+import time
+import uuid
 
 import keras
 import pytest
@@ -61,3 +66,64 @@ def two_inputs(turned_in=False, turned_out=False):
 )
 def test_models_of_other_setups(one, other):
     assert setups.of_model(one()) == setups.of_model(one()) != setups.of_model(other())
+
+
+class Node:
+    """Knows another that knows it, and counts."""
+
+    def __init__(self, other=None):
+        self.other, self.visits = other, 0
+        if other:
+            other.other = self
+
+    def visit(self):
+        self.visits += 1
+
+
+NODES, CALLS = Node(Node()), []
+
+
+class Odd(L.Layer):
+    """Holds what is another in each process, object or call, and is no setting."""
+
+    made, known = 0, []
+
+    def __init__(self):
+        super().__init__()
+        Odd.made += 1
+        Odd.known.append(self.name)
+        self.folder, self.code, self.address, self.tag = (
+            tempfile.mkdtemp(),
+            uuid.uuid4().hex,
+            id(self),
+            self.name + "_x",
+        )
+        self.times = [time.time(), int(time.time()), time.perf_counter()]
+        self.began, self.drawn_seed, self.lock = time.monotonic(), random.randrange(9**9), threading.Lock()
+        self.calls, self.seen, self.node = 0, [], NODES
+
+    def call(self, x):
+        self.calls += 1
+        self.seen.append(2.0)
+        CALLS.append(1.0)
+        self.node.visit()
+        return x
+
+
+def test_what_is_no_setting_is_none():
+    """An unchanged script would be refused after a kill, or a cell of a notebook that runs once more."""
+
+    def loss(a, b):
+        CALLS.append(2.0)
+        return keras.ops.mean(a - b) * NODES.visits
+
+    def made():
+        model = keras.Sequential([keras.Input((2,)), Odd()])
+        model.compile("sgd", loss)
+        return setups.of_training(model) | setups.of_callbacks(
+            [keras.callbacks.LambdaCallback(lambda *_: CALLS.append(4.0))]
+        )
+
+    first = made()
+    CALLS.append(3.0)
+    assert made() == first
