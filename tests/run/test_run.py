@@ -293,6 +293,22 @@ json.load(open("history.json"))
 
 
 @pytest.mark.faults
+def test_a_full_disk_ends_no_script(script, tmp_path):
+    """The second call ended it, and what the first had trained was in no file yet."""
+    (tmp_path / "own.py").write_text("""
+import resource, keras, numpy as np
+model, x = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]), np.ones((8, 3))
+model.compile("sgd", "mse")
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+for call in range(2):
+    model.fit(x, x[:, :2], epochs=2, verbose=0)
+print("trained", int(model.optimizer.iterations))""")
+    done = script("--strategy=default", "--workdir=kept", program=("own.py",))
+    assert (done.returncode, done.stdout) == (0, "trained 4\n"), done.stderr
+    assert "after a kill, call 2 of fit is made again" in done.stderr
+
+
+@pytest.mark.faults
 def test_what_the_script_reads_from_elsewhere_is_compared(script, tmp_path):
     """Trainings with settings of two kinds were mixed, since the code was the same."""
     (tmp_path / "own.py").write_text("""
