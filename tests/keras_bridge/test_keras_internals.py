@@ -26,7 +26,8 @@ PRIVATE_OF_OTHERS = {
     "_exit",  # os
     "_generate_examples",  # which every builder of `datasets` implements, in data/datasets/huggingface.py
     "_get_function",  # TensorFlow's graph, in monitoring/flops.py
-    "_inputs",  # of a `tf.data.Dataset`, in data/batches.py
+    "_functions",  # of a `tf.data.Dataset`, in data/batches.py
+    "_inputs",  # the same
     "_reshuffle_each_iteration",  # the same
     "_initialize_local_devices",  # TensorFlow's strategy, in distributed/strategies/multi_worker.py
 }
