@@ -5,6 +5,8 @@ Traced for emulated cores, and never run on a TPU: see docs/strategies.md.
 
 import contextlib
 import faulthandler
+import json
+import pathlib
 import re
 import signal
 import sys
@@ -62,7 +64,7 @@ def try_elsewhere(name: str, limit: float, environ: Mapping[str, str]) -> None:
         raise UserError(_late(name, limit))
     if done.returncode < 0:
         ended = signal.Signals(-done.returncode).name
-        raise UserError(f"--tpu={name} cannot be used: {_NONE_HERE} (its start ended a process by {ended})")
+        raise UserError(_explained(name, f"No TPU devices: its start ended a process by {ended}"))
     if done.returncode:
         raise UserError(_explained(name, done.stdout or done.stderr.strip().rpartition("\n")[2]))
 
@@ -125,49 +127,14 @@ def _late(name: str, limit: float) -> str:
 
 
 def _explained(name: str, message: str) -> str:
-    """Returns the line for an error, given with its type."""
+    """Returns the line for an error, given with its type: by the first pattern in `tpu_errors.json` that it has."""
     kind, _, text = one_line(message, 240).partition(": ")
-    for pattern, what in _FIXES:
-        if re.search(pattern, message):
+    for known in json.loads(pathlib.Path(__file__).with_name("tpu_errors.json").read_text()):
+        if re.search("|".join(known["errors"]), message):
             install = tpu_host.install_line()
-            what = what.format(install=install, build=tpu_host.problem().rpartition(": ")[2] or install)
+            what = known["meaning"].format(install=install, build=tpu_host.problem().rpartition(": ")[2] or install)
             return f"--tpu={name} cannot be used: {what} ({text})"
     return f"--tpu={name} cannot be used ({kind}: {text}): see what python -m tfdist.doctor finds"
-
-
-_NONE_HERE = "TensorFlow finds no TPU here: choose a runtime or machine with one, or leave --strategy=tpu out"
-_FIXES = (
-    ("ConfigureDistributedTPU|No OpKernel", "this TensorFlow was built without TPUs; end this process, and {build}"),
-    (
-        "already in use|libtpu_lockfile|Device or resource busy",
-        "another process holds the TPU, and only one can: end that one, or restart the notebook that it is of",
-    ),
-    (
-        "[Pp]ermission denied|EACCES|Operation not permitted",
-        "this user may not open the TPU's device files: run as one who may, or start the container privileged",
-    ),
-    (
-        r"libtpu\.so|libtpu.*not found|PJRT API version|Failed to (open|load).*libtpu",
-        "libtpu is missing or of another version: {install}",
-    ),
-    (
-        r"TPUs not found|No TPU devices|failed to get TPU topology|TPU_SYSTEM|Cannot find any TPU cores|"
-        r"tpu_node_interfaces\.cc",
-        _NONE_HERE,
-    ),
-    (  # its own words follow
-        "googleapiclient|oauth2client|cloud-tpu-client|URLError|metadata.google.internal|[Cc]redentials|not yet ready|"
-        "TPU Name|provide a TPU|TPU metadata|specified names|HttpError|HTTP Error|not find TPU|does not exist|"
-        "No such (tpu|node)",
-        "Google's client does not find a TPU of that name ready in this project and zone; on the TPU machine itself, "
-        "use --tpu=local",
-    ),
-    (
-        "UnavailableError|DeadlineExceededError|failed to connect|Connection refused",
-        "the TPU does not answer: look whether it is running, and whether this machine may reach port 8470",
-    ),
-)
-"""Error patterns, each with its diagnosis and fix."""
 
 
 def main() -> None:
