@@ -51,7 +51,7 @@ setup(name="horovod", version="0.28.1", packages=find_packages(),
 """
 HEADER = '#include "tensorflow/stream_executor/stream.h"\n#endif // TENSORFLOW_VERSION >= 2011000000\n'
 MPI_OPS = f"#if 0\n#if 1\n{HEADER}#endif\nint answer() {{ return 42; }}\n"
-ASSIGNMENT = """&operator=(const span &other)
+ASSIGNMENT = """  FLATBUFFERS_CONSTEXPR_CPP14 span &operator=(const span &other)
       FLATBUFFERS_NOEXCEPT {
     data_ = other.data_;
     count_ = other.count_;
@@ -59,7 +59,7 @@ ASSIGNMENT = """&operator=(const span &other)
 """
 SOURCE = {
     "setup.py": SETUP,
-    "third_party/flatbuffers/include/flatbuffers/stl_emulation.h": f"a {ASSIGNMENT}b\n",
+    "third_party/flatbuffers/include/flatbuffers/stl_emulation.h": f"a\n{ASSIGNMENT}b\n",
     "setup.cfg": "[egg_info]\ntag_build = \n",
     "horovod/__init__.py": "",
     "horovod/tensorflow/__init__.py": """\

@@ -123,37 +123,6 @@ ARCHIVE = f"horovod-{horovod_install.VERSION}.tar.gz"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"  # checksum of the archive that pip delivers
 
 
-_STREAM_HEADER = '#include "tensorflow/stream_executor/stream.h"\n#endif // TENSORFLOW_VERSION >= 2011000000\n'
-
-EDITS = (  # of a file, the text that stands there once, and what it becomes
-    # It registers Horovod with XLA, through headers that have moved. Horovod uses it only on request.
-    (
-        "horovod/tensorflow/CMakeLists.txt",
-        'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
-        "",
-    ),
-    # TensorFlow no longer exports this function. Builds with NCCL compile without it, and then do not load.
-    (
-        "horovod/tensorflow/mpi_ops.cc",
-        _STREAM_HEADER,
-        _STREAM_HEADER
-        + "namespace stream_executor {\nnamespace gpu {\n"
-        + "inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {\n"
-        + "  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);\n}\n"
-        + "} // namespace gpu\n} // namespace stream_executor\n",
-    ),
-    # GCC 14 looks into templates that nobody uses: this one assigns a constant.
-    (
-        "third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
-        "&operator=(const span &other)\n      FLATBUFFERS_NOEXCEPT {\n"
-        "    data_ = other.data_;\n    count_ = other.count_;\n  }\n",
-        "&operator=(const span &other) = delete;\n",
-    ),
-    # The stamp becomes a file of the package, so that pip removes it with the rest.
-    ("setup.cfg", "[egg_info]", f"[options.package_data]\nhorovod = {horovod_install.STAMP}\n\n[egg_info]"),
-)
-
-
 def check_archive(path: pathlib.Path) -> None:
     """Makes sure that a file is the released archive."""
     try:
@@ -175,8 +144,10 @@ def unpack(archive: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
 
 
 def prepare(source: pathlib.Path, wanted: horovod_install.Build) -> None:
-    """Makes the edits, and adds the stamp that says what the build is for."""
-    for name, old, new in EDITS:
+    """Makes the changes in `horovod.patch`, and adds the stamp that says what the build is for."""
+    for change in pathlib.Path(__file__).with_name("horovod.patch").read_text().split("\n--- a/")[1:]:
+        name, _, _, *lines = change.split("\n\n")[0].splitlines()
+        old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] in signs) for signs in (" -", " +"))
         path = source / name
         text = path.read_text() if path.is_file() else ""
         if text.count(old) != 1:
