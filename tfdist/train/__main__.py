@@ -18,9 +18,6 @@ from tfdist.config.commands import command_line, standard_streams
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:
-    from tfdist.checkpoints.run_folder import RunFolder
-    from tfdist.distributed.connect import Placement
-    from tfdist.distributed.distribution import Distribution
     from tfdist.monitoring.recorder import Result
 
 
@@ -49,9 +46,18 @@ def train_and_evaluate(experiment: config.Experiment, environment: runtime_optio
     try:
         resume.same_experiment(folder, experiment, environment, placement.cluster.attempt)
         distribution = ahead_of_time.create(placement, environment.topology, config.flat(experiment))
-        return worker_session.reporting_failures(
-            distribution.peers, lambda: _run(experiment, environment, placement, folder, distribution)
-        )
+
+        def work() -> "Result | None":
+            from tfdist.train import dry_run, preparation, run
+
+            where = environment, placement, folder, distribution
+            prepared = preparation.prepare(experiment, *where)
+            if not environment.dry_run:
+                return run.Run(prepared, *where).train()
+            dry_run.rehearse(prepared, *where)
+            return None
+
+        return worker_session.reporting_failures(distribution.peers, work)
     finally:
         folder.release()
 
@@ -77,27 +83,6 @@ def _check(experiment: config.Experiment, environment: runtime_options.Environme
         raise UserError(what, "use it under sbatch, or leave it out")
     if environment.requeue and not shutil.which("scontrol"):
         raise UserError("--requeue needs Slurm's scontrol, which is not on PATH", "install it there, or leave it out")
-
-
-def _run(
-    experiment: config.Experiment,
-    environment: runtime_options.Environment,
-    placement: "Placement",
-    folder: "RunFolder",
-    distribution: "Distribution",
-) -> "Result | None":
-    """Runs on every worker once the strategy has been started."""
-    from tfdist.train.preparation import prepare
-
-    prepared = prepare(experiment, environment, placement, folder, distribution)
-    if environment.dry_run:
-        from tfdist.train import dry_run
-
-        dry_run.rehearse(prepared, environment, placement, folder, distribution)
-        return None
-    from tfdist.train.run import Run
-
-    return Run(prepared, environment, placement, folder, distribution).train()
 
 
 def _main(argv: list[str]) -> int:
