@@ -8,8 +8,7 @@ import os
 import pathlib
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -23,16 +22,14 @@ from tfdist.errors import UserError
 from tfdist.keras_bridge import batch_norm, keras_internals, preconditions
 from tfdist.trainer import evaluation, fit, on_batch
 
-_METHODS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "fit": fit.fit,
-        "evaluate": evaluation.evaluate,
-        "predict": evaluation.predict,
-        "train_on_batch": on_batch.train_on_batch,
-        "test_on_batch": on_batch.test_on_batch,
-        "predict_on_batch": on_batch.predict_on_batch,
-    }
-)
+_METHODS: dict[str, Callable[..., Any]] = {
+    "fit": fit.fit,
+    "evaluate": evaluation.evaluate,
+    "predict": evaluation.predict,
+    "train_on_batch": on_batch.train_on_batch,
+    "test_on_batch": on_batch.test_on_batch,
+    "predict_on_batch": on_batch.predict_on_batch,
+}
 _TRAINING = ("fit", "train_on_batch")
 _WRITERS = (
     *((keras.Model, name) for name in ("save", "save_weights", "export")),
