@@ -23,28 +23,27 @@ def bucketed(
 
     With `bucket_bytes=0` each goes alone.
     """
-    alone: list[int] = []
+    alone: list[list[int]] = []
     buckets: list[list[int]] = []
     open_buckets: dict[tf.DType, list[int]] = {}
     # The backward pass makes the last layers' gradients first: their transfer must not queue behind the first layers'.
     for i in reversed(range(len(tensors))):
         size = _bytes(tensors[i])
         if size is None or size >= bucket_bytes:
-            alone.append(i)
+            alone.append([i])
             continue
         bucket = open_buckets.get(tensors[i].dtype)
         if bucket is None or sum(_bytes(tensors[k]) or 0 for k in bucket) + size > max(bucket_bytes, size):
             bucket = open_buckets[tensors[i].dtype] = []
             buckets.append(bucket)
         bucket.append(i)
+    buckets = alone + buckets
     packed = [
         tf.concat([tf.reshape(tensors[i], [-1]) for i in bucket], 0) if len(bucket) > 1 else tensors[bucket[0]]
         for bucket in buckets
     ]
-    sums, result = _each_dtype([tensors[i] for i in alone] + packed, reduce), list(tensors)
-    for i, total in zip(alone, sums):
-        result[i] = total
-    for bucket, total in zip(buckets, sums[len(alone) :]):
+    result = list(tensors)
+    for bucket, total in zip(buckets, _each_dtype(packed, reduce)):
         if len(bucket) == 1:
             result[bucket[0]] = total
             continue
