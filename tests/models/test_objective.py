@@ -191,6 +191,19 @@ def test_a_model_that_could_not_be_saved():
         assert "\n" not in str(raised.value)
 
 
+def test_what_keras_would_write_otherwise_than_it_was_trained_is_told(caplog):
+    """`evaluate`, `predict` and `export` had another model than the training had measured, without a word."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+    model.compile("sgd", "mse")
+    model.layers[0].enable_lora(2)
+    models.check_can_be_saved(model, "it")
+    assert not caplog.messages
+    model.layers[0].quantize("int8")
+    model.compile("sgd", "mse")
+    models.check_can_be_saved(model, "it")
+    assert "Keras rounds the weights of LoRA into quantized kernels" in caplog.text
+
+
 def test_callbacks_are_made_anew():
     asked = experiment(callbacks=f"EarlyStopping(patience=3, monitor='val_loss'), {HERE}:watchers")
     first, terminate, early = objective.callbacks(asked, keras.optimizers.SGD())

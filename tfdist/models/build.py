@@ -127,6 +127,10 @@ def check_can_be_saved(model: keras.Model, name: str) -> None:
     except (TypeError, ValueError, NotImplementedError) as error:
         why = one_line(error, 200).partition(". ")[0]
         raise UserError(f"model.name={name!r} cannot be saved ({why})", "give its parts a get_config()") from error
+    layers = [layer for layer in keras_internals.flat_layers(model) if getattr(layer, "lora_enabled", False)]
+    if any(getattr(layer, "quantization_mode", None) for layer in layers):
+        what = "Keras rounds the weights of LoRA into quantized kernels when it writes model.keras"
+        logger.info(f"WARNING: {what}, another model than the trained one: evaluate with --checkpoint=latest")
 
 
 def _check_targets(name: str, model: keras.Model, train: Source) -> None:
