@@ -11,7 +11,7 @@ import keras
 import pytest
 from programs.generated import running, writer
 
-from tfdist.keras_bridge import setups
+from tfdist.keras_bridge import object_digests, setups
 
 L = keras.layers
 
@@ -34,7 +34,7 @@ class Looks:
 
 def test_every_part_of_a_model_can_be_told(monkeypatch, tmp_path):
     """Of an Embedding nothing was known, as of all with an argument `weights`."""
-    told = setups.text
+    told = object_digests.text
     failed = []
 
     def text(thing, *left_out):
@@ -42,7 +42,8 @@ def test_every_part_of_a_model_can_be_told(monkeypatch, tmp_path):
             failed.append(thing)
         return told(thing, *left_out)
 
-    monkeypatch.setattr(setups, "text", text)
+    for module in object_digests, setups:
+        monkeypatch.setattr(module, "text", text)
     for seed in range(1200, 1230):
         running.run(writer.write(seed), Looks(setups.of_training), tmp_path)
     setups.of_model(keras.Sequential([L.Embedding(3, 2), L.Bidirectional(L.GRU(2))]))

@@ -1,15 +1,6 @@
-"""Digests of what models, losses and callbacks compute with besides their weights, as far as their settings tell."""
+"""What decides about a model besides its weights, as digests: compared on a resume, and in the memory of checks."""
 
-import contextlib
-import functools
-import hashlib
-import inspect
-import json
 import platform
-import re
-import time
-import types
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,20 +14,10 @@ from tfdist.config.user_functions import SETUP
 from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge import keras_internals, preconditions, row_mixing
+from tfdist.keras_bridge.object_digests import OF_MODEL, attributes, digest, of_object, text
 
-_IDLE = {"seed", "verbose", "filepath", "filename", "log_dir", "backup_dir"}  # drawn, told by the time, or for show
-_OF_PROCESS = ("seed", "synchronized", "code")
-"""Settings that are drawn, that follow the number of replicas, or that have numbers of lines, as a Lambda's code."""
-_OF_MODEL = ("name", "layers", "input_layers", "output_layers", "dtype", "vocabulary", "build_config", "trainable")
-"""Settings of layers that follow the process, or that are those of other layers."""
 ENCLOSED = f"{SETUP} with the weights of other models that it uses"
 _VERSIONS = f" (Keras {keras.__version__}, Python {platform.python_version()})"
-_SEEN: dict[int, tuple[weakref.ref, str]] = {}  # objects of the user's by their ids, with their digests
-_BEGUN = time.monotonic()
-_OPEN = set[int]()  # ids of the objects whose digests are being taken
-_DRAWN = re.compile("seed|replica|path|time")  # within names of what follows the process
-_WITH_STATE = keras.Layer, keras.callbacks.Callback, keras.optimizers.Optimizer, keras.Metric
-_SETTINGS = keras.Loss, keras.Regularizer, keras.constraints.Constraint, keras.optimizers.schedules.LearningRateSchedule
 _STEERING = (
     *(keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler),
     keras.callbacks.SwapEMAWeights,
@@ -51,7 +32,7 @@ def of_model(model: keras.Model) -> dict[str, Any]:
     Such are settings and vocabularies of its layers, the operations between them, and what layers of the user's do and
     hold. The name differs between versions of Keras, which add settings, and of Python, which compile otherwise.
     """
-    parts = [repr(keras_internals.vocabularies(model)), text(_graph(model), _OF_MODEL)]
+    parts = [repr(keras_internals.vocabularies(model)), text(_graph(model), OF_MODEL)]
     layers = keras_internals.flat_layers(model)
     parts += [f"{layer.compute_dtype} {of_object(layer)}" for layer in layers]
     return {f"{SETUP}{_VERSIONS}": digest(parts)} | _enclosed(model, layers, ENCLOSED)
@@ -67,7 +48,7 @@ def of_losses(model: keras.Model) -> dict[str, Any]:
 def _enclosed(model: keras.Model, roots: list, name: str) -> dict[str, Any]:
     """Returns by name numbers of the weights that objects reach beside those of the model, such as a teacher's."""
     known = {id(weight) for weight in model.variables}
-    parts = [value for root in roots for value in (_attributes(root), user_functions.own_attributes(root))]
+    parts = [value for root in roots for value in (attributes(root), user_functions.own_attributes(root))]
     found = user_functions.reachable([*parts, *roots], (keras.Layer, keras.KerasTensor))
     layers = [thing for thing in found if isinstance(thing, keras.Layer)]
     weights = {id(w): w for layer in layers for w in layer.weights if id(w) not in known}
@@ -96,57 +77,11 @@ def of_training(model: keras.Model) -> dict[str, Any]:
     for number, optimizer in enumerate(updating, 1):
         rate = keras_internals.rate_setting(optimizer)
         is_number = isinstance(rate, keras.Variable)
-        parts = [of_object(optimizer, (*_OF_MODEL, "learning_rate")), "" if is_number else of_object(rate)]
+        parts = [of_object(optimizer, (*OF_MODEL, "learning_rate")), "" if is_number else of_object(rate)]
         facts[f"{SETUP} for optimizer {number}{_VERSIONS}"] = digest(parts)
         if is_number and not int(keras_internals.counter(optimizer).numpy()):
             facts[f"the learning rate of optimizer {number}"] = f"{float(keras.ops.convert_to_numpy(rate)):.7g}"
     return facts
-
-
-def of_object(part: Any, left_out: Iterable[str] = _OF_MODEL) -> str:
-    """Returns a digest of an object's settings, and of what it does and holds if it is the user's.
-
-    Of the user's it is that of the first time that it is seen, since calls and callbacks change what it holds.
-    """
-    is_own = user_functions.is_own(part if inspect.isfunction(part) else type(part))
-    if is_own and (known := _SEEN.get(id(part))) and known[0]() is part:
-        return known[1]
-    if id(part) in _OPEN:  # it holds itself
-        return ""
-    _OPEN.add(id(part))
-    made = digest([text(each, left_out) for each in (part, *_held(part, is_own))])
-    _OPEN.discard(id(part))
-    if is_own and type(part).__weakrefoffset__:
-        _SEEN[id(part)] = weakref.ref(part), made
-    return made
-
-
-def _held(part: Any, is_own: bool) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
-    """Returns what an object holds and its classes do, without what follows the process or the calls."""
-    if inspect.isfunction(part):
-        return {}, []
-    held, of_classes = _attributes(part), user_functions.own_attributes(part)
-    changing, containers = user_functions.stored(value for name, value in of_classes if name != "__init__")
-    named = lambda name: name not in changing and not name.startswith("__") and not _DRAWN.search(name)
-    if not is_own and isinstance(part, _WITH_STATE):
-        held = {name: value for name, value in held.items() if name == "function" or _is_object(value)}  # of a Lambda
-    elif is_own:  # hooks of callbacks set what they hold before it is seen first
-        changes = changing if isinstance(part, keras.callbacks.Callback) else ()
-        held = {n: v for n, v in held.items() if n not in changes and not isinstance(v, containers)}
-        held = {n: v for n, v in held.items() if _is_constant(v, named(n))}
-    changing, containers = user_functions.stored(value for _, value in of_classes)
-    kept = [(n, v) for n, v in of_classes if n not in changing and not isinstance(v, containers)]
-    return held, [(n, v) for n, v in kept if _is_constant(v, named(n))]
-
-
-def _attributes(part: object) -> dict[str, Any]:
-    """Returns the attributes of an object but those of any model, of which some lead to others, and of any callback."""
-    return {name: value for name, value in getattr(part, "__dict__", {}).items() if name not in _usual()}
-
-
-@functools.cache
-def _usual() -> set[str]:
-    return {*vars(keras.Model(name="usual")), *vars(keras.callbacks.Callback())}
 
 
 def _graph(model: keras.Model) -> list:
@@ -160,98 +95,6 @@ def _graph(model: keras.Model) -> list:
         found.append([type(node.operation).__name__, own, given])
         places |= {id(tensor): f"{number}.{i}" for i, tensor in enumerate(node.output_tensors)}
     return [*found, [place(tensor) for tensor in getattr(model, "outputs", None) or []]]
-
-
-def _is_constant(value: Any, counts: bool = False) -> bool:
-    """Returns whether a value is no symbol, time, path or address; nor a count or word, unless with `counts`."""
-    if isinstance(value, list | tuple | dict):
-        return all(_is_constant(v, counts) for v in (value.values() if isinstance(value, dict) else value))
-    if isinstance(value, int | float):
-        since_start = _BEGUN - 10 < value <= time.monotonic() and value != round(value, 4)
-        if since_start or abs(value - time.time()) < 1e7:
-            return False
-    if isinstance(value, int | str):
-        return counts and (abs(value) < 1 << 32 if isinstance(value, int) else value.isalpha())
-    is_eager = isinstance(value, tf.Tensor) and hasattr(value, "numpy")
-    constants = float, np.ndarray, np.floating, tf.lookup.StaticHashTable, property, staticmethod
-    return is_eager or isinstance(value, constants) or inspect.isfunction(inspect.unwrap(value)) or _is_object(value)
-
-
-def _is_object(value: object) -> bool:
-    """Returns whether a value is an object of the user's own, or a loss, regularizer or such of Keras'."""
-    if isinstance(value, (*_WITH_STATE, keras.Variable, type, types.FunctionType, types.ModuleType)):
-        return False
-    return user_functions.is_users_object(value) or isinstance(value, _SETTINGS)
-
-
-def _compiled_code(code: types.CodeType) -> list:
-    """Returns what code does, without the numbers of its lines."""
-    parts = [_compiled_code(c) if inspect.iscode(c) else c for c in code.co_consts]
-    return [code.co_code.hex(), code.co_names, [c if isinstance(c, list | frozenset) else repr(c) for c in parts]]
-
-
-def digest(data: Any) -> str:
-    """Returns a digest of arrays, which may be larger than the memory, or of text."""
-    digest = hashlib.sha256()
-    for leaf in keras.tree.flatten(data):
-        digest.update(f"{getattr(leaf, 'shape', '')} {getattr(leaf, 'dtype', '')}".encode())
-        column = leaf if len(getattr(leaf, "shape", ())) else [leaf]
-        rows = max(1, (1 << 24) // max(1, np.asarray(column[:1]).nbytes))
-        for part in (np.asarray(column[i : i + rows]) for i in range(0, len(column), rows)):
-            digest.update(repr(part.tolist()).encode() if part.dtype.kind in "OU" else part.tobytes())
-    return digest.hexdigest()[:16]
-
-
-def text(thing: Any, left_out: Iterable[str] = ()) -> str:
-    """Returns what is known of the setup of an object, without entries of these names."""
-
-    def without(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: without(part) for name, part in value.items() if name not in {*_OF_PROCESS, *left_out}}
-        return [without(part) for part in value] if isinstance(value, list) else value
-
-    with contextlib.suppress(Exception):  # of what refers to itself
-        return json.dumps(without(json.loads(json.dumps(thing, default=_setup, skipkeys=True))))
-    return ""
-
-
-def _setup(thing: Any) -> object:
-    """Returns what a function does and reads, or what an object was made with, as far as it tells."""
-    thing = thing.fget if isinstance(thing, property) else inspect.unwrap(thing)
-    if isinstance(thing, type) or (inspect.isfunction(thing) and not user_functions.is_own(thing)):
-        return f"{thing.__module__}.{thing.__qualname__}"
-    if hasattr(thing, "__array__"):  # the numbers of a weight are no setting: training changes them
-        return str(thing.shape) if isinstance(thing, keras.Variable) else digest(thing)
-    if isinstance(thing, tf.lookup.StaticHashTable):
-        return [digest(column) for column in thing.export()]
-    if isinstance(thing, set | frozenset):
-        return sorted(map(repr, thing))
-    if isinstance(thing, functools.partial):
-        return [thing.func, thing.args, thing.keywords]
-    if inspect.ismethod(thing):
-        return [thing.__func__, {n: v for n, v in vars(thing.__self__).items() if isinstance(v, str | int | float)}]
-    if inspect.isfunction(thing):
-        values = user_functions.values_read(thing) | {"body": _compiled_code(thing.__code__)}
-        own = lambda value: inspect.isfunction(value) and value is not thing and user_functions.is_own(value)
-        told = lambda value: not callable(value) or own(value) or isinstance(value, keras.Layer) or _is_object(value)
-        changing, containers = user_functions.stored([thing])  # what it counts or collects follows the calls
-        kept = {name: value for name, value in values.items() if name.split(".")[-1] not in changing and told(value)}
-        return {name: value for name, value in kept.items() if not isinstance(value, containers)}
-    made: dict[str, Any] = {"": type(thing).__name__}
-    if isinstance(thing, keras.Layer) and id(thing) not in _OPEN:  # enclosed by a function
-        made["layers"] = [of_object(layer) for layer in keras_internals.flat_layers(thing, recursive=False)]
-    elif _is_object(thing):
-        made["held"] = of_object(thing)
-        if not isinstance(thing, _SETTINGS):  # else there are arguments and a configuration, too
-            return made
-    with contextlib.suppress(Exception):
-        names = inspect.signature(type(thing)).parameters
-        made |= {name: getattr(thing, name, None) for name in names if name not in _IDLE}
-        if "min_delta" in made:  # whose sign Keras changes in the first fit of a callback
-            made["min_delta"] = abs(made["min_delta"])
-    with contextlib.suppress(Exception):
-        made["config"] = thing.get_config()
-    return made
 
 
 def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure, kind: str, comparison: str) -> str:

@@ -27,6 +27,7 @@ from tfdist.data import batches
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, TrainingError, UserError, one_line
 from tfdist.keras_bridge import keras_internals, setups
+from tfdist.keras_bridge.object_digests import digest, of_object
 from tfdist.monitoring import fit_report
 from tfdist.trainer.worker_session import Signals
 
@@ -206,7 +207,7 @@ class KeptFits:
 def _sealed(record: dict[str, Any]) -> dict[str, Any]:
     """Returns the record of a call with a checksum of its content; those of 0.2.0 have none."""
     content = {name: value for name, value in record.items() if name not in ("sha256", "changed")}
-    return content | {"sha256": setups.digest(json.dumps(content, sort_keys=True))}
+    return content | {"sha256": digest(json.dumps(content, sort_keys=True))}
 
 
 # Names of what draws at random, as they are in the code of a data set.
@@ -216,16 +217,16 @@ _DRAWS = re.compile(r"random|rand|randn|randint|rng|beta|choice|integers|\w*norm
 def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what must be the same when a call of `fit` is continued."""
     code = user_functions.loaded_files([*sys.modules])
-    of_file = lambda path: setups.digest(user_functions.syntax(path))
+    of_file = lambda path: digest(user_functions.syntax(path))
     facts: dict[str, Any] = {f"{CODE} {os.path.relpath(path)}": of_file(path) for path in code}
     facts |= user_functions.settings_read() | {"arguments": str(sys.argv[1:])}
     facts |= {name: str(arguments[name]) for name in _SETTINGS if arguments.get(name) is not None}
     facts |= setups.of_training(model)
     kept = [callback for callback in _callbacks(arguments) if not training_run.starts_anew(callback)]
-    facts["the setup of the callbacks"] = setups.digest([setups.of_object(callback, ()) for callback in kept])
+    facts["the setup of the callbacks"] = digest([of_object(callback, ()) for callback in kept])
     data = {name: arguments.get(name) for name in ("x", "y", "sample_weight", "validation_data")}
-    facts |= {f"{CONTENT} {name}": setups.digest(part) for name, part in data.items() if _in_memory(part)}
-    facts[STARTING] = setups.digest(model.get_weights())
+    facts |= {f"{CONTENT} {name}": digest(part) for name, part in data.items() if _in_memory(part)}
+    facts[STARTING] = digest(model.get_weights())
     if model.compiled:
         optimizer = keras_internals.inner_optimizer(model.optimizer)
         with contextlib.suppress(NotImplementedError):  # of a schedule of the script's own
