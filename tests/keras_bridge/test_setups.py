@@ -1,6 +1,5 @@
 """What is known of a model besides its weights: a setting that is not seen would be taken for the same."""
 
-import json
 import random
 import tempfile
 import threading
@@ -47,7 +46,7 @@ def test_every_part_of_a_model_can_be_told(monkeypatch, tmp_path):
     for seed in range(1200, 1230):
         running.run(writer.write(seed), Looks(setups.of_training), tmp_path)
     setups.of_model(keras.Sequential([L.Embedding(3, 2), L.Bidirectional(L.GRU(2))]))
-    assert not failed and json.loads(told(L.Dense(3)))["units"] == 3
+    assert not failed and "('units', 3)" in told(L.Dense(3))
 
 
 def two_inputs(turned_in=False, turned_out=False):

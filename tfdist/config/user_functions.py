@@ -1,5 +1,6 @@
 """The user's own code: functions as `package.module:function`, the files they are in, and what runs such code."""
 
+import argparse
 import ast
 import dis
 import functools
@@ -169,7 +170,7 @@ def reachable(roots: Iterable[object], ends: tuple[type, ...] = ()) -> Iterator[
     pending = list(roots)
     while pending:
         thing = pending.pop()
-        thing = inspect.unwrap(thing) if inspect.isfunction(thing) else thing
+        thing = unwrapped(thing) if inspect.isfunction(thing) else thing
         if isinstance(thing, _WITHOUT_ATTRIBUTES) or id(thing) in visited:
             continue
         visited[id(thing)] = thing
@@ -189,28 +190,53 @@ def reachable(roots: Iterable[object], ends: tuple[type, ...] = ()) -> Iterator[
 
 
 def values_read(function: types.FunctionType) -> dict[str, object]:
-    """Returns by name defaults and enclosed variables of a function, and of one of the user's the globals it reads.
-
-    So are attributes of the user's modules and classes.
-    """
+    """Returns by name defaults and enclosed variables of a function, and of one of the user's the globals it reads."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or ())
     values = {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}  # but empty ones
     values["defaults"] = (function.__defaults__, function.__kwdefaults__)
     if not is_own(function):
         return values
-    read = lambda *kinds: sorted({name for kind, name in operations(function.__code__) if kind in kinds})
-    values |= {name: function.__globals__[name] for name in read("LOAD_GLOBAL") if name in function.__globals__}
-    for kind, thing in [*values.items()]:
-        if is_users(_place(thing)) if inspect.ismodule(thing) else isinstance(thing, type) and is_own(thing):
-            known = [name for name in read("LOAD_ATTR", "LOAD_METHOD") if hasattr(thing, name)]
-            values |= {f"{kind}.{name}": getattr(thing, name) for name in known}
-    return values
+    names = sorted({name for kind, name in operations(function.__code__) if kind == "LOAD_GLOBAL"})
+    values |= {name: function.__globals__[name] for name in names if name in function.__globals__}
+    return attributes_read(values, [function])
+
+
+def attributes_read(values: dict[str, object], functions: Iterable[Any]) -> dict[str, object]:
+    """Replaces modules, classes and objects of the user's by those of their attributes that functions read, if any."""
+    code = [each for body in _bodies(functions) for each in operations(body)]
+    loaded = {name for kind, name in code if kind in ("LOAD_ATTR", "LOAD_METHOD")}
+    names = sorted(name for name in loaded if not name.startswith("__"))
+    found, pending = dict[str, object](), [*values.items()]
+    while pending:
+        path, thing = pending.pop(0)
+        known = [name for name in names if hasattr(thing, name)] if has_settings(thing) and path.count(".") < 5 else []
+        counted, _ = stored(part for name, part in own_attributes(thing) if name != "__init__")
+        pending += [(f"{path}.{name}", getattr(thing, name)) for name in known if name not in counted]
+        found |= {} if known else {path: thing}
+    return found
+
+
+def has_settings(thing: object) -> bool:
+    """Returns whether an object is one of the user's that a program may have its constants in."""
+    if inspect.ismodule(thing) or isinstance(thing, type):
+        return is_users(_place(thing if inspect.ismodule(thing) else sys.modules.get(thing.__module__)))
+    of_keras = any(kind.__module__.startswith("keras.") for kind in type(thing).__mro__)
+    return isinstance(thing, types.SimpleNamespace | argparse.Namespace) or (is_users_object(thing) and not of_keras)
+
+
+def _bodies(functions: Iterable[Any]) -> list[types.CodeType]:
+    return [thing.__code__ for thing in map(unwrapped, functions) if inspect.isfunction(thing)]
+
+
+def unwrapped(thing: Any) -> Any:
+    """Returns a function without what libraries have wrapped around it; what code of the user's has wrapped stays."""
+    own = lambda it: inspect.isfunction(it) and it.__globals__.get("__name__", "").partition(".")[0] not in _LIBRARIES
+    return inspect.unwrap(thing, stop=own)
 
 
 def stored(functions: Iterable[Any]) -> tuple[set[str], tuple[type, ...]]:
     """Returns the names that functions store, and the classes of containers if they add to some."""
-    bodies = [thing.__code__ for thing in map(inspect.unwrap, functions) if inspect.isfunction(thing)]
-    code = [each for body in bodies for each in operations(body)]
+    code = [each for body in _bodies(functions) for each in operations(body)]
     adds = any(kind == "STORE_SUBSCR" or name in _ADDING for kind, name in code)
     return {str(name) for kind, name in code if kind.startswith("STORE")}, (list, dict, set) if adds else ()
 
@@ -232,8 +258,9 @@ def _place(module: object) -> str:
 
 
 def own_attributes(thing: object) -> list[tuple[str, Any]]:
-    """Returns the attributes of the user's classes of an object, by their names."""
-    return [item for kind in type(thing).__mro__ if is_own(kind) for item in vars(kind).items()]
+    """Returns the attributes of the user's classes of an object, or of a class and those it derives from, by name."""
+    kinds = (thing if isinstance(thing, type) else type(thing)).__mro__
+    return [item for kind in kinds if is_own(kind) for item in vars(kind).items()]
 
 
 def runs_own(roots: Iterable[object]) -> bool:

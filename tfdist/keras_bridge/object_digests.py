@@ -7,7 +7,6 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import json
 import re
 import time
 import types
@@ -30,7 +29,9 @@ OF_MODEL = ("name", "layers", "input_layers", "output_layers", "dtype", "vocabul
 _SEEN: dict[int, tuple[weakref.ref, str]] = {}  # objects of the user's by their ids, with their digests
 _BEGUN = time.monotonic()
 _OPEN = set[int]()  # ids of the objects whose digests are being taken
-_DRAWN = re.compile("seed|replica|path|time")  # within names of what follows the process
+_DRAWN = re.compile("seed|replica|(^|_)u?id$")  # within names of what follows the process
+_ID = re.compile(r"[/\\]|\d\d[-:]\d\d|\d{5}|[0-9a-f]{12}")  # in a path, a time, or what is drawn
+_FIRST: dict[int, tuple[Any, str]] = {}  # containers that functions read by their ids, with digests of what they held
 _WITH_STATE = keras.Layer, keras.callbacks.Callback, keras.optimizers.Optimizer, keras.Metric
 _SETTINGS = keras.Loss, keras.Regularizer, keras.constraints.Constraint, keras.optimizers.schedules.LearningRateSchedule
 
@@ -57,50 +58,58 @@ def _held(part: Any, is_own: bool) -> tuple[dict[str, Any], list[tuple[str, Any]
     """Returns what an object holds and its classes do, without what follows the process or the calls."""
     if inspect.isfunction(part):
         return {}, []
-    held, of_classes = attributes(part), user_functions.own_attributes(part)
+    of_classes = user_functions.own_attributes(part)
+    held = user_functions.attributes_read(attributes(part), (value for _, value in of_classes))
     changing, containers = user_functions.stored(value for name, value in of_classes if name != "__init__")
-    named = lambda name: name not in changing and not name.startswith("__") and not _DRAWN.search(name)
+    own_name = str(getattr(part, "name", "")) or "/"
+    of_process = lambda name, v: name.startswith("__") or _DRAWN.search(name) or (isinstance(v, str) and own_name in v)
+    named = lambda name, value: name not in changing and not of_process(name, value)
     if not is_own and isinstance(part, _WITH_STATE):
         held = {name: value for name, value in held.items() if name == "function" or _is_object(value)}  # of a Lambda
-    elif is_own:  # hooks of callbacks set what they hold before it is seen first
-        changes = changing if isinstance(part, keras.callbacks.Callback) else ()
-        held = {n: v for n, v in held.items() if n not in changes and not isinstance(v, containers)}
-        held = {n: v for n, v in held.items() if _is_constant(v, named(n))}
+    elif is_own:
+        # Callbacks keep what they show, which may be drawn.
+        containers += (np.ndarray, tf.Tensor) if isinstance(part, keras.callbacks.Callback) else ()
+        held = {n: v for n, v in held.items() if not isinstance(v, containers) and _is_constant(v, named(n, v))}
     changing, containers = user_functions.stored(value for _, value in of_classes)
     kept = [(n, v) for n, v in of_classes if n not in changing and not isinstance(v, containers)]
-    return held, [(n, v) for n, v in kept if _is_constant(v, named(n))]
+    return held, [(n, v) for n, v in kept if _is_constant(v, named(n, v))]
 
 
 def attributes(part: object) -> dict[str, Any]:
-    """Returns the attributes of an object but those of any model, of which some lead to others, and of any callback."""
-    return {name: value for name, value in getattr(part, "__dict__", {}).items() if name not in _usual()}
+    """Returns the attributes of an object but those that Keras' classes store, of which some lead to other models."""
+    slots = [name for kind in type(part).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(part, name)]
+    held = {name: getattr(part, name) for name in slots} | getattr(part, "__dict__", {})
+    usual = _stored_by_keras(type(part).__mro__) if isinstance(part, _WITH_STATE) else ()
+    return {name: value for name, value in held.items() if name not in usual}
 
 
 @functools.cache
-def _usual() -> set[str]:
-    return {*vars(keras.Model(name="usual")), *vars(keras.callbacks.Callback())}
+def _stored_by_keras(kinds: tuple[type, ...]) -> set[str]:
+    of_keras = [kind for kind in kinds if not user_functions.is_own(kind)]
+    return user_functions.stored(value for kind in of_keras for value in vars(kind).values())[0]
 
 
 def _is_constant(value: Any, counts: bool = False) -> bool:
-    """Returns whether a value is no symbol, time, path or address; nor a count or word, unless with `counts`."""
+    """Returns whether a value is no symbol, time, path or address; nor a count or text, unless with `counts`."""
     if isinstance(value, list | tuple | dict):
         return all(_is_constant(v, counts) for v in (value.values() if isinstance(value, dict) else value))
     if isinstance(value, int | float):
         since_start = _BEGUN - 10 < value <= time.monotonic() and value != round(value, 4)
         if since_start or abs(value - time.time()) < 1e7:
             return False
-    if isinstance(value, int | str):
-        return counts and (abs(value) < 1 << 32 if isinstance(value, int) else value.isalpha())
+    if isinstance(value, int | str | bytes | None):
+        return counts and (abs(value) < 1 << 32 if isinstance(value, int) else not _ID.search(str(value)))
     is_eager = isinstance(value, tf.Tensor) and hasattr(value, "numpy")
     constants = float, np.ndarray, np.floating, tf.lookup.StaticHashTable, property, staticmethod
-    return is_eager or isinstance(value, constants) or inspect.isfunction(inspect.unwrap(value)) or _is_object(value)
+    is_function = inspect.isfunction(user_functions.unwrapped(value))
+    return is_eager or is_function or isinstance(value, constants) or _is_object(value)
 
 
 def _is_object(value: object) -> bool:
     """Returns whether a value is an object of the user's own, or a loss, regularizer or such of Keras'."""
     if isinstance(value, (*_WITH_STATE, keras.Variable, type, types.FunctionType, types.ModuleType)):
         return False
-    return user_functions.is_users_object(value) or isinstance(value, _SETTINGS)
+    return user_functions.is_users_object(value) or isinstance(value, (*_SETTINGS, types.SimpleNamespace))
 
 
 def _compiled_code(code: types.CodeType) -> list:
@@ -122,40 +131,55 @@ def digest(data: Any) -> str:
 
 
 def text(thing: Any, left_out: Iterable[str] = ()) -> str:
-    """Returns what is known of the setup of an object, without entries of these names."""
-
-    def without(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: without(part) for name, part in value.items() if name not in {*_OF_PROCESS, *left_out}}
-        return [without(part) for part in value] if isinstance(value, list) else value
-
-    with contextlib.suppress(Exception):  # of what refers to itself
-        return json.dumps(without(json.loads(json.dumps(thing, default=_setup, skipkeys=True))))
+    """Returns what is known of the setup of an object, without settings of these names."""
+    with contextlib.suppress(RecursionError):  # of a list that holds itself
+        return repr(_told(thing, {*_OF_PROCESS, *_IDLE, *left_out}, {}))
     return ""
 
 
-def _setup(thing: Any) -> object:
+def _told(thing: Any, left_out: set[str], seen: dict[int, tuple[int, Any]]) -> Any:
+    """Returns text, numbers and lists of them for an object; `seen` are those that have been told, by their ids."""
+    if thing is None or isinstance(thing, str | bytes | int | float | complex | range | slice):
+        return re.sub(r"_\d+\b", "", thing) if isinstance(thing, str) else thing  # Keras counts names
+    tell = lambda part: _told(part, left_out, seen)
+    if isinstance(thing, dict):
+        return [(tell(key), tell(part)) for key, part in thing.items()]
+    if isinstance(thing, list | tuple):
+        return list(map(tell, thing))
+    if isinstance(thing, set | frozenset):
+        return sorted(repr(tell(part)) for part in thing)
+    if id(thing) in seen:
+        return f"number {seen[id(thing)][0]}"
+    seen[id(thing)] = len(seen), thing  # which keeps it, or another could take the id
+    try:
+        return tell(_setup(thing, left_out))
+    except Exception:  # of what has no value, as a symbolic tensor
+        return type(thing).__name__
+
+
+def _setup(thing: Any, left_out: set[str]) -> object:
     """Returns what a function does and reads, or what an object was made with, as far as it tells."""
-    thing = thing.fget if isinstance(thing, property) else inspect.unwrap(thing)
+    thing = thing.fget if isinstance(thing, property) else user_functions.unwrapped(thing)
     if isinstance(thing, type) or (inspect.isfunction(thing) and not user_functions.is_own(thing)):
-        return f"{thing.__module__}.{thing.__qualname__}"
+        name = f"{thing.__module__}.{thing.__qualname__}"
+        return [name, _held(thing, True)[1]] if isinstance(thing, type) and _is_read(thing) else name
     if hasattr(thing, "__array__"):  # the numbers of a weight are no setting: training changes them
         return str(thing.shape) if isinstance(thing, keras.Variable) else digest(thing)
     if isinstance(thing, tf.lookup.StaticHashTable):
         return [digest(column) for column in thing.export()]
-    if isinstance(thing, set | frozenset):
-        return sorted(map(repr, thing))
     if isinstance(thing, functools.partial):
         return [thing.func, thing.args, thing.keywords]
     if inspect.ismethod(thing):
-        return [thing.__func__, {n: v for n, v in vars(thing.__self__).items() if isinstance(v, str | int | float)}]
+        held = {n: v for n, v in vars(thing.__self__).items() if isinstance(v, str | int | float)}
+        return [thing.__func__, of_object(thing.__self__) if _is_object(thing.__self__) else held]
     if inspect.isfunction(thing):
         values = user_functions.values_read(thing) | {"body": _compiled_code(thing.__code__)}
-        own = lambda value: inspect.isfunction(value) and value is not thing and user_functions.is_own(value)
-        told = lambda value: not callable(value) or own(value) or isinstance(value, keras.Layer) or _is_object(value)
         changing, containers = user_functions.stored([thing])  # what it counts or collects follows the calls
-        kept = {name: value for name, value in values.items() if name.split(".")[-1] not in changing and told(value)}
-        return {name: value for name, value in kept.items() if not isinstance(value, containers)}
+        kept = {name: v for name, v in values.items() if name.split(".")[-1] not in changing and _is_read(v)}
+        kept = {name: value for name, value in kept.items() if not isinstance(value, containers)}
+        return {
+            name: _first(v) if isinstance(v, list | dict | set) and name != "body" else v for name, v in kept.items()
+        }
     made: dict[str, Any] = {"": type(thing).__name__}
     if isinstance(thing, keras.Layer) and id(thing) not in _OPEN:  # enclosed by a function
         made["layers"] = [of_object(layer) for layer in keras_internals.flat_layers(thing, recursive=False)]
@@ -165,9 +189,36 @@ def _setup(thing: Any) -> object:
             return made
     with contextlib.suppress(Exception):
         names = inspect.signature(type(thing)).parameters
-        made |= {name: getattr(thing, name, None) for name in names if name not in _IDLE}
+        given = {name: getattr(thing, name, None) for name in names if name not in left_out}
+        made |= {name: v for name, v in given.items() if not isinstance(v, str) or _is_constant(v, True)}
         if "min_delta" in made:  # whose sign Keras changes in the first fit of a callback
             made["min_delta"] = abs(made["min_delta"])
     with contextlib.suppress(Exception):
-        made["config"] = thing.get_config()
+        made["config"] = _without(thing.get_config(), left_out)
     return made
+
+
+def _first(container: list | dict | set) -> str:
+    """Returns a digest of what a container held when it was first seen, since calls may add to it."""
+    known = _FIRST.get(id(container))
+    if known is None or known[0] is not container:
+        known = _FIRST[id(container)] = container, digest(text(container))
+    return known[1]
+
+
+def _without(settings: Any, names: set[str]) -> Any:
+    if isinstance(settings, dict):
+        return {name: _without(part, names) for name, part in settings.items() if name not in names}
+    return [_without(part, names) for part in settings] if isinstance(settings, list | tuple) else settings
+
+
+def _is_read(value: Any) -> bool:
+    """Returns whether a value that a function reads is told: libraries' functions are known by their versions."""
+    if isinstance(value, type):
+        return user_functions.is_own(value) and user_functions.has_settings(value)
+    if inspect.isfunction(function := user_functions.unwrapped(value)):
+        return user_functions.is_own(function)
+    if isinstance(value, int | float | str | bytes):
+        return _is_constant(value, True)
+    whose = value.__self__ if inspect.ismethod(value) else value
+    return not callable(value) or isinstance(value, keras.Layer | functools.partial) or _is_object(whose)

@@ -12,7 +12,7 @@ from tfdist.checkpoints.training_run import TrainingRun
 from tfdist.config.messages import logger
 from tfdist.data.batch_layout import Layout
 from tfdist.errors import TrainingError
-from tfdist.keras_bridge import layer_state
+from tfdist.keras_bridge import layer_state, setups
 from tfdist.step.step_calls import OutOfMemory
 from tfdist.trainer import callbacks as callbacks_lib
 from tfdist.trainer.agreement import NOTHING_DUE, Decisions, Due
@@ -24,6 +24,8 @@ class CheckpointHook:
     def __init__(self, checkpoints: Checkpoints | None, run: TrainingRun):
         self._checkpoints = None if checkpoints is None or checkpoints.off else checkpoints
         self._run = run
+        if self._checkpoints:  # which compares callbacks as they were before `on_train_begin`
+            setups.of_callbacks(run.callbacks.callbacks)
         self._saved: tuple | None = None  # place of the last one
         self._rollbacks = 0
         self._foreign: set[str] = set()
