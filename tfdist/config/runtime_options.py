@@ -1,7 +1,9 @@
 """Runtime options: where a command runs, what it shows and how it resumes, as absl flags and as plain records."""
 
 import dataclasses
+import json
 import os
+import pathlib
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -29,7 +31,7 @@ MOST_PROFILED = 100  # updates in a profile; more make a trace that no browser o
 
 @dataclasses.dataclass(frozen=True)
 class PlacementOptions:
-    """Devices to use, and how processes are connected; see `HELP` for the fields."""
+    """Devices to use, and how processes are connected; see `runtime_options.json` for the fields."""
 
     strategy: str = "auto"
     devices: str = "all"
@@ -173,33 +175,7 @@ def _check_choices(options: object) -> None:
             raise UserError(f"unknown --{field}={value}", f"choose one of {', '.join(choices)}")
 
 
-HELP = {
-    "strategy": "How to distribute; auto picks by what this machine and job have.",
-    "devices": "GPUs: all, none, numbers as the driver (nvidia-smi) counts, such as 0,3, or idle:2 for "
-    "the two least used.",
-    "virtual_devices": "Split the CPU into this many devices, to try mirrored without GPUs.",
-    "tpu": "Which TPU: local for that of this machine, or the name of one in the Cloud.",
-    "threads": "Threads per device for TensorFlow; its own default if not given, 1 with train.virtual_replicas.",
-    "cpu_kernels": "What TensorFlow computes with on a CPU; auto: as TF_ENABLE_ONEDNN_OPTS says, else oneDNN "
-    "with AVX2.",
-    "jit": "Compile forward and backward pass with XLA; auto: on GPUs, not on the CPU.",
-    "check_agreement": "Check first that 1 and all replicas agree on the model; auto: unless it has passed before.",
-    "workdir": "Folder for the results, or s3://bucket/folder; runs/<experiment name> if empty.",
-    "resume": "Go on from the newest valid checkpoint of --workdir, or never: set it aside.",
-    "resume_changed": "Resume, from the end of an epoch, though the experiment has changed.",
-    "requeue": "After a signal and the checkpoint, put this job back into Slurm's queue.",
-    "progress": "Progress display; auto: a bar on a terminal, else plain lines.",
-    "tensorboard": "Write --workdir/tensorboard.",
-    "profile": "Trace the updates FROM:TO for TensorBoard's profiler.",
-    "dry_run": "Print the plan, or why it could not run, and stop; writes nothing.",
-    "topology": "With --dry_run: compile for these devices, which need not be here, such as v5e-8 or h100x8.",
-    "communication": "How multi_worker sums: ring (gRPC) or nccl; auto: nccl between GPUs, between CPUs of one "
-    "host its memory, else ring.",
-    "bucket_bytes": "Smaller tensors share a message of about this size between workers; 0: none do.",
-    "insecure": "Let workers meet in a network without TFDIST_SECRET: it must be yours.",
-    "start_timeout": "Seconds that workers wait for each other at the start.",
-    "stall_timeout": "Seconds without an update before a worker counts as stuck.",
-}
+HELP: dict[str, str] = json.loads(pathlib.Path(__file__).with_name("runtime_options.json").read_text())
 """Help text of each flag."""
 
 
