@@ -8,23 +8,17 @@ returns an `Experiment`. Slots make a misspelt field an error while flags are pa
 
 import dataclasses
 import functools
+import json
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 MODELS = (
     "cnn", "mlp", "conv_bn", "alexnet", "resnet_cifar", "vit", "gpt", "table_mlp",
 )  # fmt: skip
-APPLICATIONS = (
-    "ConvNeXtBase", "ConvNeXtLarge", "ConvNeXtSmall", "ConvNeXtTiny", "ConvNeXtXLarge",
-    "DenseNet121", "DenseNet169", "DenseNet201",
-    "EfficientNetB0", "EfficientNetB1", "EfficientNetB2", "EfficientNetB3", "EfficientNetB4", "EfficientNetB5",
-    "EfficientNetB6", "EfficientNetB7", "EfficientNetV2B0", "EfficientNetV2B1", "EfficientNetV2B2",
-    "EfficientNetV2B3", "EfficientNetV2L", "EfficientNetV2M", "EfficientNetV2S",
-    "InceptionResNetV2", "InceptionV3", "MobileNet", "MobileNetV2", "MobileNetV3Large", "MobileNetV3Small",
-    "NASNetLarge", "NASNetMobile", "ResNet101", "ResNet101V2", "ResNet152", "ResNet152V2", "ResNet50", "ResNet50V2",
-    "VGG16", "VGG19", "Xception",
-)  # fmt: skip
-"""Functions of keras.applications, listed here so that a misspelt name needs no Keras."""
+KERAS_NAMES: dict[str, list[str]] = json.loads(pathlib.Path(__file__).with_name("keras_names.json").read_text())
+"""Functions and classes of Keras that experiments may name, listed so that a misspelt name needs no Keras."""
+APPLICATIONS = tuple(KERAS_NAMES["applications"])
 FILE = ".keras"  # suffix of model files
 DATASETS = ("digits", "synthetic", "stdlib_text")
 OPTIMIZERS = (

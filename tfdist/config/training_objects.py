@@ -6,29 +6,10 @@
 import dataclasses
 import re
 
-from tfdist.config import Train, field_syntax
+from tfdist.config import KERAS_NAMES, Train, field_syntax
 from tfdist.errors import UserError
 
-LOSSES = (
-    "BinaryCrossentropy", "BinaryFocalCrossentropy", "CategoricalCrossentropy", "CategoricalFocalCrossentropy",
-    "CategoricalHinge", "CosineSimilarity", "Dice", "Hinge", "Huber", "KLDivergence", "LogCosh", "MeanAbsoluteError",
-    "MeanAbsolutePercentageError", "MeanSquaredError", "MeanSquaredLogarithmicError", "Poisson",
-    "SparseCategoricalCrossentropy", "SquaredHinge", "Tversky",
-)  # fmt: skip
-METRICS = (
-    "AUC", "BinaryAccuracy", "BinaryCrossentropy", "BinaryIoU", "CategoricalAccuracy", "CategoricalCrossentropy",
-    "CategoricalHinge", "CosineSimilarity", "F1Score", "FBetaScore", "FalseNegatives", "FalsePositives", "Hinge",
-    "KLDivergence", "LogCoshError", "MeanAbsoluteError", "MeanAbsolutePercentageError", "MeanSquaredError",
-    "MeanSquaredLogarithmicError", "OneHotMeanIoU", "Poisson", "Precision", "PrecisionAtRecall", "R2Score", "Recall",
-    "RecallAtPrecision", "RootMeanSquaredError", "SensitivityAtSpecificity", "SparseCategoricalAccuracy",
-    "SparseCategoricalCrossentropy", "SparseTopKCategoricalAccuracy", "SpecificityAtSensitivity", "SquaredHinge",
-    "TopKCategoricalAccuracy", "TrueNegatives", "TruePositives",
-)  # fmt: skip
-CALLBACKS = (
-    "BackupAndRestore", "CSVLogger", "EarlyStopping", "ModelCheckpoint", "ReduceLROnPlateau", "RemoteMonitor",
-    "SwapEMAWeights", "TensorBoard", "TerminateOnNaN",
-)  # fmt: skip
-"""Classes of Keras that texts can be the arguments of, listed here so that a misspelt name needs no Keras."""
+LOSSES, METRICS, CALLBACKS = (tuple(KERAS_NAMES[kind]) for kind in ("losses", "metrics", "callbacks"))
 ACCURACY = ("accuracy", "acc")  # Keras chooses what these mean by the shapes of targets and outputs
 _SHORT = {
     "mse": "MeanSquaredError",

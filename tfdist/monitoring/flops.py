@@ -5,7 +5,9 @@ convolutions in the forward pass, three times: the backward pass makes one such 
 weights. Element-wise operations do not count.
 """
 
+import json
 import math
+import pathlib
 from typing import Any
 
 import keras
@@ -14,21 +16,9 @@ import tensorflow as tf
 from tfdist.data.sources import Source
 from tfdist.data.spec import Structure
 
-PEAKS = {
-    # name in nvidia-smi: (float16/bfloat16, float32) dense FLOP/s of NVIDIA's data sheets, without sparsity; TensorFlow
-    # multiplies float32 as TF32 from A100 on
-    "H200": (989e12, 494e12),
-    "H100 PCIe": (756e12, 378e12),
-    "H100": (989e12, 494e12),
-    "A100": (312e12, 156e12),
-    "A10": (125e12, 62e12),
-    "L40S": (362e12, 183e12),
-    "L4": (121e12, 60e12),
-    "RTX 4090": (165e12, 82.6e12),
-    "V100": (125e12, 15.7e12),
-    "T4": (65e12, 8.1e12),
-    "P100": (18.7e12, 9.3e12),
-}
+PEAKS: dict[str, list[float]] = json.loads(pathlib.Path(__file__).with_name("gpu_peaks.json").read_text())
+"""By the name in nvidia-smi, dense FLOP/s in half precision and in float32 (TF32 from A100 on, as TensorFlow multiplies
+it), from NVIDIA's data sheets, without sparsity."""
 
 
 def peak(device: str, precision: str) -> float | None:

@@ -1,6 +1,7 @@
 """The topologies that `--topology` knows: how many devices of which kind, and what one of them has. No TensorFlow."""
 
 import dataclasses
+import json
 import pathlib
 import re
 import string
@@ -35,19 +36,8 @@ class GPU:
 
 
 _TARGET = string.Template(pathlib.Path(__file__).with_name("gpu_target.txt").read_text())
-_H100 = GPU("NVIDIA H100 80GB HBM3", 84942979072, (9, 0), 132, 128, 2048, 233472, 3.35e12, 50 << 20, 1.98, 450e9)
-GPUS = {
-    "h100": _H100,
-    "h200": dataclasses.replace(_H100, name="NVIDIA H200", memory=150_000_000_000, bandwidth=4.8e12),
-    "a100": GPU("NVIDIA A100-SXM4-80GB", 84987740160, (8, 0), 108, 64, 2048, 167936, 2.04e12, 40 << 20, 1.41, 300e9),
-    "a100-40": GPU("NVIDIA A100-SXM4-40GB", 42298834944, (8, 0), 108, 64, 2048, 167936, 1.555e12, 40 << 20, 1.41, 3e11),
-    "l4": GPU("NVIDIA L4", 23_600_000_000, (8, 9), 58, 128, 1536, 102400, 0.3e12, 48 << 20, 2.04, 32e9),
-    "rtx4090": GPU(
-        "NVIDIA GeForce RTX 4090", 25300000000, (8, 9), 128, 128, 1536, 102400, 1.01e12, 72 << 20, 2.52, 32e9
-    ),
-    "v100": GPU("Tesla V100-SXM2-16GB", 16_900_000_000, (7, 0), 80, 64, 2048, 98304, 0.9e12, 6 << 20, 1.53, 150e9),
-    "t4": GPU("Tesla T4", 15_600_000_000, (7, 5), 40, 64, 1024, 66560, 0.32e12, 4 << 20, 1.59, 16e9),
-}
+_ROWS = json.loads(pathlib.Path(__file__).with_name("gpus.json").read_text())
+GPUS = {name: GPU(**row | {"capability": tuple(row["capability"])}) for name, row in _ROWS.items()}
 """By the name that stands before the number of them."""
 
 

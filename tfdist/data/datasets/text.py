@@ -129,16 +129,7 @@ def load(path: str, splits: dict[str, str], memory: float, length: int = LENGTH)
     return Loaded(sources[0], sources[1], sources[0].size, spec)
 
 
-_NAMES = (
-    "argparse ast base64 bisect calendar cmd code codecs collections/__init__ configparser contextlib copy csv "
-    "dataclasses datetime decimal difflib dis doctest enum fileinput fnmatch fractions ftplib functools getopt "
-    "glob gzip hashlib heapq hmac html/parser http/client inspect io json/decoder json/encoder locale "
-    "logging/__init__ mailbox mimetypes numbers operator optparse os pathlib pdb pickle pkgutil platform "
-    "pprint profile queue random re reprlib sched selectors shelve shlex shutil smtplib socket socketserver "
-    "statistics string subprocess tarfile tempfile textwrap threading timeit tokenize trace traceback types "
-    "typing unittest/case urllib/parse uuid weakref "
-)
-MODULES = _NAMES.split()
+MODULES = pathlib.Path(__file__).with_name("stdlib_modules.txt").read_text().split()
 
 
 def stdlib_text(length: int = 64, examples: int = 4096) -> dict:
