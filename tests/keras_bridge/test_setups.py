@@ -121,7 +121,7 @@ def test_what_is_no_setting_is_none():
         model = keras.Sequential([keras.Input((2,)), Odd()])
         model.compile("sgd", loss)
         return setups.of_training(model) | setups.of_callbacks(
-            [keras.callbacks.LambdaCallback(lambda *_: CALLS.append(4.0))]
+            model, [keras.callbacks.LambdaCallback(lambda *_: CALLS.append(4.0))]
         )
 
     first = made()

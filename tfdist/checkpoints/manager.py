@@ -90,7 +90,7 @@ class Checkpoints:
         chosen = None
         self.facts |= run.facts
         if not self._experiment:  # which would tell what else has changed
-            self.facts |= setups.of_training(run.model) | setups.of_callbacks(run.callbacks.callbacks)
+            self.facts |= setups.of_training(run.model) | setups.of_callbacks(run.model, run.callbacks.callbacks)
         if run.distribution.is_chief:
             self._storage.begin()
             if self._resume != "never":

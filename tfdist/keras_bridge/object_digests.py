@@ -21,12 +21,11 @@ import tensorflow as tf
 from tfdist.config import user_functions
 from tfdist.keras_bridge import keras_internals
 
-_IDLE = {"seed", "verbose", "filepath", "filename", "log_dir", "backup_dir"}  # drawn, told by the time, or for show
-_OF_PROCESS = ("seed", "synchronized", "code")
-"""Settings that are drawn, that follow the number of replicas, or that have numbers of lines, as a Lambda's code."""
+_OF_PROCESS = {"seed", "synchronized", "code", "verbose", "filepath", "filename", "log_dir", "backup_dir"}
+"""Settings that are drawn, told by the replicas or the time, that have numbers of lines (a Lambda's), or for show."""
 OF_MODEL = ("name", "layers", "input_layers", "output_layers", "dtype", "vocabulary", "build_config", "trainable")
 """Settings of layers that follow the process, or that are those of other layers."""
-_SEEN: dict[int, tuple[weakref.ref, str]] = {}  # objects of the user's by their ids, with their digests
+_SEEN = weakref.WeakKeyDictionary[keras.Model, dict[int, tuple[weakref.ref, str]]]()  # by ids, with their digests
 _BEGUN = time.monotonic()
 _OPEN = set[int]()  # ids of the objects whose digests are being taken
 _DRAWN = re.compile("seed|replica|(^|_)u?id$")  # within names of what follows the process
@@ -36,13 +35,15 @@ _WITH_STATE = keras.Layer, keras.callbacks.Callback, keras.optimizers.Optimizer,
 _SETTINGS = keras.Loss, keras.Regularizer, keras.constraints.Constraint, keras.optimizers.schedules.LearningRateSchedule
 
 
-def of_object(part: Any, left_out: Iterable[str] = OF_MODEL) -> str:
+def of_object(part: Any, left_out: Iterable[str] = OF_MODEL, model: keras.Model | None = None) -> str:
     """Returns a digest of an object's settings, and of what it does and holds if it is the user's.
 
-    Of the user's it is that of the first time that it is seen, since calls and callbacks change what it holds.
+    Of the user's it is that of the first time that it is seen with a `model`, as calls and callbacks change what it
+    holds.
     """
     is_own = user_functions.is_own(part if inspect.isfunction(part) else type(part))
-    if is_own and (known := _SEEN.get(id(part))) and known[0]() is part:
+    seen = {} if model is None else _SEEN.setdefault(model, {})
+    if is_own and (known := seen.get(id(part))) and known[0]() is part:
         return known[1]
     if id(part) in _OPEN:  # it holds itself
         return ""
@@ -50,7 +51,7 @@ def of_object(part: Any, left_out: Iterable[str] = OF_MODEL) -> str:
     made = digest([text(each, left_out) for each in (part, *_held(part, is_own))])
     _OPEN.discard(id(part))
     if is_own and type(part).__weakrefoffset__:
-        _SEEN[id(part)] = weakref.ref(part), made
+        seen[id(part)] = weakref.ref(part), made
     return made
 
 
@@ -133,7 +134,7 @@ def digest(data: Any) -> str:
 def text(thing: Any, left_out: Iterable[str] = ()) -> str:
     """Returns what is known of the setup of an object, without settings of these names."""
     with contextlib.suppress(RecursionError):  # of a list that holds itself
-        return repr(_told(thing, {*_OF_PROCESS, *_IDLE, *left_out}, {}))
+        return repr(_told(thing, {*_OF_PROCESS, *left_out}, {}))
     return ""
 
 

@@ -1,6 +1,7 @@
 """What decides about a model besides its weights, as digests: compared on a resume, and in the memory of checks."""
 
 import platform
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ from tfdist.keras_bridge.object_digests import OF_MODEL, attributes, digest, of_
 
 ENCLOSED = f"{SETUP} with the weights of other models that it uses"
 _VERSIONS = f" (Keras {keras.__version__}, Python {platform.python_version()})"
+_FIRST: dict[int, tuple[weakref.ref, list[float]]] = {}  # enclosed weights by their ids
 _STEERING = (
     *(keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler),
     keras.callbacks.SwapEMAWeights,
@@ -34,14 +36,14 @@ def of_model(model: keras.Model) -> dict[str, Any]:
     """
     parts = [repr(keras_internals.vocabularies(model)), text(_graph(model), OF_MODEL)]
     layers = keras_internals.flat_layers(model)
-    parts += [f"{layer.compute_dtype} {of_object(layer)}" for layer in layers]
+    parts += [f"{layer.compute_dtype} {of_object(layer, model=model)}" for layer in layers]
     return {f"{SETUP}{_VERSIONS}": digest(parts)} | _enclosed(model, layers, ENCLOSED)
 
 
 def of_losses(model: keras.Model) -> dict[str, Any]:
     """Returns by name a digest of the losses and metrics of a model."""
     given = [model.loss, *keras_internals.compiled_with(model)] if model.compiled else []
-    made = digest([of_object(part) for part in keras.tree.flatten(given)])
+    made = digest([of_object(part, model=model) for part in keras.tree.flatten(given)])
     return {f"{SETUP} for its loss{_VERSIONS}": made} | _enclosed(model, given, f"{ENCLOSED} in its loss")
 
 
@@ -52,18 +54,21 @@ def _enclosed(model: keras.Model, roots: list, name: str) -> dict[str, Any]:
     found = user_functions.reachable([*parts, *roots], (keras.Layer, keras.KerasTensor))
     layers = [thing for thing in found if isinstance(thing, keras.Layer)]
     weights = {id(w): w for layer in layers for w in layer.weights if id(w) not in known}
-    values = [np.asarray(keras.ops.convert_to_numpy(weight), np.float64) for weight in weights.values()]
-    return {name: sorted(float(number) for w in values if w.size for number in (w.mean(), w.std()))}
+    for key, weight in weights.items():  # as it is first seen: a callback may average into a teacher
+        if key not in _FIRST or _FIRST[key][0]() is not weight:
+            value = np.asarray(keras.ops.convert_to_numpy(weight), np.float64)
+            _FIRST[key] = weakref.ref(weight), [float(value.mean()), float(value.std())] if value.size else []
+    return {name: sorted(number for key in weights for number in _FIRST[key][1])}
 
 
-def of_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, str]:
+def of_callbacks(model: keras.Model, callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, str]:
     """Returns by name digests of callbacks that change a training: of Keras' together, of the user's by their class."""
     own = [c for c in callbacks if user_functions.is_own(type(c)) or isinstance(c, keras.callbacks.LambdaCallback)]
     of_keras = [callback for callback in callbacks if isinstance(callback, _STEERING) and callback not in own]
     facts = {f"{SETUP} for Keras' callbacks{_VERSIONS}": digest(list(map(of_object, of_keras)))}
     for callback in own:
         name = f"{SETUP} for its callback {type(callback).__name__}{_VERSIONS}"
-        facts[name] = digest([facts.get(name, ""), of_object(callback)])
+        facts[name] = digest([facts.get(name, ""), of_object(callback, model=model)])
     return facts
 
 
@@ -77,7 +82,10 @@ def of_training(model: keras.Model) -> dict[str, Any]:
     for number, optimizer in enumerate(updating, 1):
         rate = keras_internals.rate_setting(optimizer)
         is_number = isinstance(rate, keras.Variable)
-        parts = [of_object(optimizer, (*OF_MODEL, "learning_rate")), "" if is_number else of_object(rate)]
+        parts = [
+            of_object(optimizer, (*OF_MODEL, "learning_rate"), model),
+            "" if is_number else of_object(rate, model=model),
+        ]
         facts[f"{SETUP} for optimizer {number}{_VERSIONS}"] = digest(parts)
         if is_number and not int(keras_internals.counter(optimizer).numpy()):
             facts[f"the learning rate of optimizer {number}"] = f"{float(keras.ops.convert_to_numpy(rate)):.7g}"

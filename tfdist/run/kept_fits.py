@@ -107,13 +107,11 @@ class KeptFits:
             elif before["changed"] and not self._options.resume_changed:  # the script may load it next
                 what = f"call {self._number} of fit wrote {before['changed']}, which has changed since"
                 raise UserError(what, "give each call its own file and start anew, or use --resume_changed")
-        record, known = self._begin_random(folder, {"facts": facts, "mark": mark}, before)
-        record |= {"facts": facts}
+        record = self._begin_random(folder, {"facts": facts, "mark": mark}, before) | {"facts": facts}
         # So that no checkpoint of another folder is taken for one of this call; records of 0.2.0 have no mark.
         of_call = {"call of fit": record["mark"]} if "mark" in record else {}
         changed = self._options.resume_changed
-        every = self._every if where.peers.gather("the record of a call of fit", known)[0] else "off"
-        kept = Checkpoints(folder, every=every, keep=2, changed=changed, experiment=of_call)
+        kept = Checkpoints(folder, every=self._every, keep=2, changed=changed, experiment=of_call)
         self._depth += 1
         try:
             with self._distribution.peers.seeing_signals(), Signals() as signals:
@@ -161,19 +159,16 @@ class KeptFits:
             record["changed"] = ", ".join(name for name, sha in _checksums(known).items() if sha != known[name])
         return self._distribution.peers.gather(f"call {folder.name} of fit", record or None)[0]
 
-    def _begin_random(self, folder: pathlib.Path, new: dict, before: dict | None) -> tuple[dict[str, Any], bool]:
-        """Sets the global generators as they were when this call first began.
-
-        Returns what is recorded of it, and whether that could be written.
-        """
+    def _begin_random(self, folder: pathlib.Path, new: dict[str, Any], before: dict | None) -> dict[str, Any]:
+        """Sets the global generators as they were when this call first began, and returns what is recorded of it."""
         now = _random_state()
         if before is None:
             before = new | {"begin": now, "end": None}
-            return before, self._write(folder, before)
-        if before["begin"] != now:
+            self._write(folder, before)
+        elif before["begin"] != now:
             logger.info(f"the script drew other random numbers before call {self._number} of fit: its data may differ")
             _set_random_state(before["begin"])
-        return before, True
+        return before
 
     def _end_random(self, folder: pathlib.Path, record: dict[str, Any], arguments: Mapping[str, Any]) -> None:
         """Sets them as they were when the call ended, and records that, and what callbacks have written."""
@@ -182,8 +177,8 @@ class KeptFits:
         # A later call may write the same file, which the script has loaded between the two.
         self._write(folder, record | {"end": _random_state(), "files": _checksums(_written(arguments))})
 
-    def _write(self, folder: pathlib.Path, record: dict[str, Any]) -> bool:
-        """Writes the record of a call, and returns whether it could; the script may still save what it trains."""
+    def _write(self, folder: pathlib.Path, record: dict[str, Any]) -> None:
+        """Writes the record of a call, or warns; the script may still save what it trains."""
         try:
             if self._distribution.is_chief:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -191,8 +186,6 @@ class KeptFits:
         except (OSError, TrainingError) as error:
             why = one_line(error, 200)
             logger.info(f"WARNING: {why}: after a kill, call {self._number} of fit is made again")
-            return False
-        return True
 
     def _prune(self, folder: pathlib.Path) -> None:
         """Keeps the last checkpoint of a finished call, and of all of them the newest that fit into `MOST_BYTES`."""
@@ -223,7 +216,7 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
     facts |= {name: str(arguments[name]) for name in _SETTINGS if arguments.get(name) is not None}
     facts |= setups.of_training(model)
     kept = [callback for callback in _callbacks(arguments) if not training_run.starts_anew(callback)]
-    facts["the setup of the callbacks"] = digest([of_object(callback, ()) for callback in kept])
+    facts["the setup of the callbacks"] = digest([of_object(callback, (), model) for callback in kept])
     data = {name: arguments.get(name) for name in ("x", "y", "sample_weight", "validation_data")}
     facts |= {f"{CONTENT} {name}": digest(part) for name, part in data.items() if _in_memory(part)}
     facts[STARTING] = digest(model.get_weights())

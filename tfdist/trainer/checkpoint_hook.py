@@ -25,7 +25,7 @@ class CheckpointHook:
         self._checkpoints = None if checkpoints is None or checkpoints.off else checkpoints
         self._run = run
         if self._checkpoints:  # which compares callbacks as they were before `on_train_begin`
-            setups.of_callbacks(run.callbacks.callbacks)
+            setups.of_callbacks(run.model, run.callbacks.callbacks)
         self._saved: tuple | None = None  # place of the last one
         self._rollbacks = 0
         self._foreign: set[str] = set()
