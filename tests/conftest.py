@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import gc
 import logging
 import os
 import pathlib
@@ -38,6 +39,8 @@ from tfdist.verification import equivalence_check  # noqa: E402  it loads Tensor
 # Else models that have passed in an earlier run of the tests would not be checked in this one.
 equivalence_check.passed_folder = functools.cache(lambda: pathlib.Path(tempfile.mkdtemp(prefix="checked-models-")))
 processes.settle()
+gc.freeze()  # what TensorFlow and Keras have made stays, and need not be gone through again and again
+gc.set_threshold(20_000, 20)
 
 
 @pytest.hookimpl(tryfirst=True)  # before cells are left out by their marks
