@@ -50,7 +50,7 @@ SIGNS = lambda theirs: lambda *given: theirs(*given[:-2], [tf.sign(g) for g in g
 ])  # fmt: skip
 def test_methods_set_on_an_object_or_patched_into_keras(connect, path, make):
     (root, *between, name), results = path.split("."), []
-    for of, options in (keras.Model, {}), (tfdist, {"distribution": connect(2)}):
+    for of, options in (keras.Model, {}), (tfdist, {"distribution": connect(2), "check_agreement": "off"}):
         model = made(options.get("distribution", connect(1)), metrics=())
         owner = functools.reduce(getattr, between, {"model": model, "keras": keras}[root])
         with pytest.MonkeyPatch.context() as patch:

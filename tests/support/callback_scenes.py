@@ -202,11 +202,11 @@ class OfWorker(keras.utils.PyDataset):
 
 def shuffled(distribution, folder, names=None):
     """What comes of data sets with and without a seed; of those in `names`, or all."""
-    found = {}
+    found, options = {}, {"distribution": distribution, "check_agreement": "off"}
     for name, call in {
         "fit": lambda model: fit(model, batches(None), distribution=distribution, epochs=2, verbose=0),
-        "evaluate": lambda model: tfdist.evaluate(model, batches(None), distribution=distribution),
-        "predict": lambda model: tfdist.predict(model, batches(None), distribution=distribution),
+        "evaluate": lambda model: tfdist.evaluate(model, batches(None), **options),
+        "predict": lambda model: tfdist.predict(model, batches(None), **options),
         "seeded": lambda model: fit(model, batches(7), distribution=distribution, epochs=3, verbose=0),
         "of unknown length": lambda model: fit(
             model, batches(7).filter(lambda x, y: True), distribution=distribution, epochs=3, verbose=0
@@ -242,7 +242,7 @@ def ended(distribution, folder):
         x, y = training_cases.images(48)
         yield from ((x[i : i + 12], y[i : i + 12]) for i in range(0, 12 * count, 12))
 
-    options = {"distribution": distribution, "verbose": 0}
+    options = {"distribution": distribution, "verbose": 0, "check_agreement": "off"}
     calls = {
         "fit": lambda model, count: fit(model, some(count), **options),
         "several updates a call": lambda model, count: fit(
@@ -251,9 +251,8 @@ def ended(distribution, folder):
         "evaluate": lambda model, count: tfdist.evaluate(model, some(count), **options),
         "predict": lambda model, count: tfdist.predict(model, some(count), **options),
     }
-    found = {}
+    found, model = {}, plain(distribution)
     for name, call in calls.items():
-        model = plain(distribution)
         try:
             call(model, 3 if distribution.rank == distribution.workers - 1 else 4)
             found[name] = "nothing was noticed"
