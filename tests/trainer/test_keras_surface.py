@@ -11,6 +11,8 @@ from support import scheduling, worlds
 
 WORLDS = {"multi_worker 2": ("multi_worker", 2), "horovod 2": ("horovod", 2)}
 
+TWINS = {"metrics a mean over updates", "layer Lambda", "loss a single logit"}
+"""Programs of kinds of which `make test` has others."""
 KNOWN: dict[tuple[str, str], str] = {}
 """What is wrong today, by program and strategy ("*" for all): each entry goes with its mending."""
 
@@ -24,7 +26,7 @@ def cells():
     for turn, program in enumerate(surface.PROGRAMS):
         strategies = [programs.ONE] if program.unlike_one else programs.STRATEGIES
         group, rest = divmod(turn, 20)
-        short = strategies[group % min(3, len(strategies))]
+        short = program.name not in TWINS and strategies[group % min(3, len(strategies))]
         uneven = [rows for rows in program.rows if rows % program.batch] or program.rows
         for strategy in strategies:
             taken = program.rows if strategy in (programs.ONE, "mirrored 2") else uneven[:1]

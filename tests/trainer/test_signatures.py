@@ -306,10 +306,10 @@ def kinds():
 @pytest.mark.parametrize("kind, replicas", kinds())
 def test_each_kind_of_data_as_in_keras(kind, replicas, connect):
     give, options = DATA[kind]
-    mine = trained(tfdist.fit, connect, replicas, **give(), shuffle=False, **options)
+    mine = trained(tfdist.fit, connect, replicas, **give(), shuffle=False, check_agreement="off", **options)
     theirs = trained(keras.Model.fit, connect, **give(), shuffle=False, **options)
     assert_same(mine, theirs)
-    model, here = theirs[0], dict(distribution=connect(replicas), verbose=0)
+    model, here = theirs[0], dict(distribution=connect(replicas), verbose=0, check_agreement="off")
     some = {k: v for k, v in options.items() if k == "batch_size"} | {"steps": 4}
     values = tfdist.evaluate(mine[0], **give(), **some, **here)
     assert values == pytest.approx(model.evaluate(**give(), **some, verbose=0, return_dict=True), rel=1e-5)
@@ -389,7 +389,7 @@ def interrupt(updates, model, data, **options):
         tfdist.fit(model, data, callbacks=[callback], should_stop=lambda: "enough" * (len(done) == updates), **options)
 
 
-@pytest.mark.parametrize("steps", [4, 6, *(pytest.param(n, marks=pytest.mark.whole) for n in (1, 9))])
+@pytest.mark.parametrize("steps", [6, *(pytest.param(n, marks=pytest.mark.whole) for n in (1, 4, 9))])
 def test_a_sequence_goes_on_at_the_very_batch(steps, connect, tmp_path):
     """And what `on_epoch_end` changes is as if nothing had happened."""
     options = dict(distribution=connect(1), epochs=3, verbose=0, steps_per_call=1)
