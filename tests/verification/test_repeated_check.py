@@ -64,7 +64,7 @@ FORMS = {
 }
 
 
-LIKE_OTHERS = "endless data set", "of unknown length"
+LIKE_OTHERS = "endless data set", "of unknown length", "generator"
 IN_AN_EVALUATION = r"^found after \d+ batches: .* in an evaluation: loss 'ignoring' differs"
 
 
@@ -195,6 +195,7 @@ def large(rows=2 * LARGE):
     return x, x[:, :1] * 0.5
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [30, 80])
 @pytest.mark.parametrize("kind", ["fit", "evaluate", "predict"])
 def test_a_capacity_of_rows_of_a_batch(connect, kind, rows):
@@ -224,7 +225,7 @@ def replaced(x):
     return ops.where(ops.abs(x - mean) > 3 * deviation, mean, x)
 
 
-@pytest.mark.parametrize("of_batch", [limited, replaced])
+@pytest.mark.parametrize("of_batch", [limited, pytest.param(replaced, marks=pytest.mark.whole)])
 def test_operations_of_keras_that_look_at_other_rows_for_rare_ones(connect, of_batch):
     with connect(2).scope():
         model = keras.Model(x := keras.Input((3,)), L.Dense(1)(of_batch(x)))
