@@ -20,20 +20,20 @@ def data():
     return random.normal(size=(61, 7)).astype("float32"), random.integers(0, 5, 61)
 
 
-def model(optimizer, distribution):
+def model(optimizer, distribution, depth=2):
     """Weights of 301, 43, 1849, 43, 215 and 5 elements: smaller and larger than slices, and divided by none."""
     keras.utils.set_random_seed(3)
     with distribution.scope():
         limit = keras.constraints.MaxNorm(0.9)
         hidden = keras.layers.Dense(43, "tanh", kernel_constraint=limit), keras.layers.Dense(43, "tanh")
-        built = keras.Sequential([keras.Input((7,)), *hidden, keras.layers.Dense(5)])
+        built = keras.Sequential([keras.Input((7,)), *hidden[:depth], keras.layers.Dense(5)])
         built.compile(optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return built
 
 
-def trained(optimizer, distribution, stage, **options):
+def trained(optimizer, distribution, stage, depth=2, **options):
     """A model after three epochs of four updates."""
-    built = model(optimizer, distribution)
+    built = model(optimizer, distribution, depth)
     options = {"check_agreement": "off", "verbose": 0, "epochs": 3, **options}
     tfdist.fit(built, *data(), distribution=distribution, batch_size=16, zero_stage=stage, **options)
     return built
