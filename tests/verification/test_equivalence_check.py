@@ -389,9 +389,9 @@ def deep(synchronized, dropout=0.0, seed=0):
     """Rounding alone changes what it computes in float32 by 1e-3 and more, as MobileNetV2 at 64 x 64 does."""
     keras.utils.set_random_seed(seed)
     y = x = keras.Input((8, 8, 3))
-    for filters in (8, 8, 8):
+    for filters in (8, 8):
         y = L.Conv2D(filters, 3, padding="same", use_bias=False)(y)
-        y = L.Activation(lambda t: keras.ops.sin(60 * t))(L.BatchNormalization(synchronized=synchronized)(y))
+        y = L.Activation(lambda t: keras.ops.sin(500 * t))(L.BatchNormalization(synchronized=synchronized)(y))
     y = L.Dropout(dropout)(L.GlobalAveragePooling2D()(y))
     return keras.Model(x, L.Dense(4)(y))
 
@@ -463,7 +463,7 @@ def test_synchronized_batch_norm_of_a_nested_model_keeps_its_weights(connect):
         assert tfdist.synchronize_batch_norm(ours) is ours
     assert all(np.array_equal(a, b) for a, b in zip(before, ours.get_weights(), strict=True))
     options = dict(batch_size=16, shuffle=False, verbose=0, distribution=connect(2))
-    tfdist.fit(ours, x, y, epochs=2, **options)
+    tfdist.fit(ours, x, y, epochs=2, check_agreement="off", **options)
     training_cases.all_same(plain.get_weights(), ours.get_weights(), rtol=2e-4, atol=2e-5)
     for layer in keras_internals.batch_norms(ours):
         layer.synchronized = False
