@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support import processes
 
 import tfdist
 from tfdist.config import host_memory
@@ -153,7 +153,7 @@ def test_what_is_offered_is_taken_without_a_copy(tables):
 def test_another_process_takes_it(tables):
     _, note = tables.offer(loaded())
     program = f"from tfdist.data import loaded as s; print(s.take({note!r}).train.columns[0]['numbers'].sum())"
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    printed = processes.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert float(printed) == table(20_000).sum()
 
 

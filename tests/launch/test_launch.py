@@ -756,7 +756,8 @@ def test_training(launch, tmp_path, tfds_dir):  # noqa: F811
 
 
 def test_ctrl_c_while_training_saves(launch, tmp_path, tfds_dir):  # noqa: F811
-    launcher = launch(*TWO, *FAST, "--config.train.epochs=100000", "--workdir=out", TFDS_DATA_DIR=str(tfds_dir))
+    flags = [*FAST, "--config.train.epochs=100000", "--workdir=out"]
+    launcher = launch(*TWO, *flags, real=False, TFDS_DATA_DIR=str(tfds_dir))
     launcher.until(" 2/100000")
     launcher.signal(signal.SIGINT)
     assert launcher.end() == 143

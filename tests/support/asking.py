@@ -27,7 +27,7 @@ LATE = re.compile(
     "(CUDA_DEVICE_ORDER|CUDA_VISIBLE_DEVICES|TF_CONFIG|TFDS_DATA_DIR|PYTHON(PATH|UNBUFFERED|IOENCODING))$"
 )
 """Of those the ones that are read afterwards, or that a child of the server is given as if it had read them."""
-STARTERS = ("tfdist.compare", "tfdist.launch")
+STARTERS = ("tfdist.compare", "tfdist.launch", "tfdist.sweep")
 """Commands that do not load TensorFlow and start others that do: they get a fork server of their own."""
 NEVER = ("tfdist.doctor",)
 """Commands whose subject is what they and their children load."""
@@ -61,7 +61,8 @@ class Request:
 
     @property
     def is_starter(self):
-        return self.how == "-m" and self.words[2] in STARTERS
+        several = self.words[2:3] in (["tfdist"], ["tfdist.run"]) and "--nproc_per_node" in " ".join(self.words)
+        return self.how == "-m" and (several or self.words[2] in STARTERS)
 
 
 def send(sock, value, fds=()):

@@ -85,9 +85,9 @@ else:
 class Launcher(Running):
     """A running command, `python -m tfdist.launch` unless told otherwise."""
 
-    def __init__(self, arguments, env, cwd, module="tfdist.launch", host=()):
+    def __init__(self, arguments, env, cwd, module="tfdist.launch", host=(), real=True):
         words = [*host, sys.executable, "-m", module, *arguments]
-        super().__init__(words, TIMEOUT_S, processes.PIPE, cwd=cwd, env=env, real=True)
+        super().__init__(words, TIMEOUT_S, processes.PIPE, cwd=cwd, env=env, real=real)
 
     def signal(self, number):
         self.process.send_signal(number)
@@ -107,11 +107,11 @@ def launch(tmp_path):
         "CUDA_VISIBLE_DEVICES|TF_CONFIG|MLP_|PET_|SM_|SKYPILOT_|JOB_COMPLETION_INDEX|NPROC_PER_NODE|TFDIST_|HOROVOD_|TORCHELASTIC_|RANK$|WORLD_SIZE$"
     )
 
-    def start(*arguments, host=(), module="tfdist.launch", **environ):
+    def start(*arguments, host=(), module="tfdist.launch", real=True, **environ):
         """Starts one, on a host if the words that let it run there are given."""
         env = {k: v for k, v in os.environ.items() if not drop.match(k)}
         env |= {"PYTHONPATH": str(REPOSITORY), "TEST_MARK": mark, "TF_CPP_MIN_LOG_LEVEL": "2"} | environ
-        started.append(Launcher(arguments, env, tmp_path, module, host))
+        started.append(Launcher(arguments, env, tmp_path, module, host, real))
         return started[-1]
 
     start.mark = mark

@@ -31,7 +31,7 @@ def outcomes(folder, strategy, workers, kind, names, **options):
     if strategy == "horovod":
         runner = shutil.which("horovodrun", path=str(pathlib.Path(sys.executable).parent))
         assert runner, "Horovod is not built: run python -m tfdist.horovod_build"
-        launches = [([runner, "-np", str(workers), *command], env)]
+        launches = [([runner, "--gloo", "-np", str(workers), *command], env)]
     else:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
