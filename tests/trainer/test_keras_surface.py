@@ -11,8 +11,7 @@ from support import scheduling, worlds
 
 WORLDS = {"multi_worker 2": ("multi_worker", 2), "horovod 2": ("horovod", 2)}
 
-TWINS = {"metrics a mean over updates", "layer Lambda", "loss a single logit"}
-"""Programs of kinds of which `make test` has others."""
+TWINS = {"metrics a mean over updates", "layer Lambda", "loss a single logit"}  # kinds of which `make test` has others
 KNOWN: dict[tuple[str, str], str] = {}
 """What is wrong today, by program and strategy ("*" for all): each entry goes with its mending."""
 
