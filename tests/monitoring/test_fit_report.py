@@ -31,7 +31,7 @@ def result(folder):
     return json.loads((folder / "result.json").read_text())
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.whole), 2])
 def test_two_calls_have_their_sections_and_train_to_the_same_bits(replicas, connect, tmp_path):
     report = tfdist.Report(tmp_path / "mine")
     plain, histories = trained(connect(replicas), [])

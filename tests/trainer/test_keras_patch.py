@@ -120,7 +120,7 @@ class OwnSteps(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.whole), 2])
 def test_results_of_compiled_metrics_that_own_steps_log_have_names_of_their_own(replicas, patched):
     def logs():
         keras.utils.set_random_seed(1)
