@@ -232,7 +232,8 @@ def test_runs_on_other_data_are_not_ranked_together(sweep):
         ("train.label_smoothing", [0.0, 0.1], "checksum of all inputs", True),
         ("train.class_weight", ["", "balanced"], "checksum of all weights", False),
         ("data.shuffle", [True, False], "shuffle", False),
-        ("optimizer.layer_decay", [1.0, 0.9], "lr_multipliers", False),
+        ("optimizer.layer_decay", [1.0, 0.9], "layer_decay", False),
+        ("optimizer.layer_rates", ["", "dense=0.1"], "lr_multipliers", False),
     ],
 )
 def test_what_another_field_of_the_data_may_change(field, values, changed, refused, sweep):

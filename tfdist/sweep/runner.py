@@ -324,7 +324,7 @@ _FOLLOWING = {
     **dict.fromkeys(("train.loss", "train.label_smoothing", "train.metrics"), ("target", "label", SETUP)),
     "train.class_weight": ("weight",),
     "data.shuffle": ("shuffle",),
-    "optimizer.layer_": ("lr_multipliers",),
+    "optimizer.layer_": ("lr_multipliers", "layer_decay"),
 }
 
 
