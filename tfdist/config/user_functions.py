@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import contextlib
 import dis
 import functools
 import hashlib
@@ -204,14 +205,16 @@ def values_read(function: types.FunctionType) -> dict[str, object]:
 def attributes_read(values: dict[str, object], functions: Iterable[Any]) -> dict[str, object]:
     """Replaces modules, classes and objects of the user's by those of their attributes that functions read, if any."""
     code = [each for body in _bodies(functions) for each in operations(body)]
-    loaded = {name for kind, name in code if kind in ("LOAD_ATTR", "LOAD_METHOD")}
-    names = sorted(name for name in loaded if not name.startswith("__"))
+    names = sorted({name for kind, name in code if kind in ("LOAD_ATTR", "LOAD_METHOD") and name[:2] != "__"})
     found, pending = dict[str, object](), [*values.items()]
     while pending:
         path, thing = pending.pop(0)
-        known = [name for name in names if hasattr(thing, name)] if has_settings(thing) and path.count(".") < 5 else []
+        known = dict[str, object]()
+        for name in names if has_settings(thing) and path.count(".") < 5 else ():
+            with contextlib.suppress(Exception):  # of a property that cannot be read yet
+                known[name] = getattr(thing, name)
         counted, _ = stored(part for name, part in own_attributes(thing) if name != "__init__")
-        pending += [(f"{path}.{name}", getattr(thing, name)) for name in known if name not in counted]
+        pending += [(f"{path}.{name}", value) for name, value in known.items() if name not in counted]
         found |= {} if known else {path: thing}
     return found
 

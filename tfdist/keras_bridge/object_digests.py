@@ -38,8 +38,7 @@ _SETTINGS = keras.Loss, keras.Regularizer, keras.constraints.Constraint, keras.o
 def of_object(part: Any, left_out: Iterable[str] = OF_MODEL, model: keras.Model | None = None) -> str:
     """Returns a digest of an object's settings, and of what it does and holds if it is the user's.
 
-    Of the user's it is that of the first time that it is seen with a `model`, as calls and callbacks change what it
-    holds.
+    Of the user's it is that of the first time that it is seen with a `model`, since calls change what it holds.
     """
     is_own = user_functions.is_own(part if inspect.isfunction(part) else type(part))
     seen = {} if model is None else _SEEN.setdefault(model, {})
@@ -48,7 +47,9 @@ def of_object(part: Any, left_out: Iterable[str] = OF_MODEL, model: keras.Model 
     if id(part) in _OPEN:  # it holds itself
         return ""
     _OPEN.add(id(part))
-    made = digest([text(each, left_out) for each in (part, *_held(part, is_own))])
+    made = ""
+    with contextlib.suppress(Exception):  # of attributes that cannot be read
+        made = digest([text(each, left_out) for each in (part, *_held(part, is_own))])
     _OPEN.discard(id(part))
     if is_own and type(part).__weakrefoffset__:
         seen[id(part)] = weakref.ref(part), made
@@ -62,18 +63,16 @@ def _held(part: Any, is_own: bool) -> tuple[dict[str, Any], list[tuple[str, Any]
     of_classes = user_functions.own_attributes(part)
     held = user_functions.attributes_read(attributes(part), (value for _, value in of_classes))
     changing, containers = user_functions.stored(value for name, value in of_classes if name != "__init__")
-    own_name = str(getattr(part, "name", "")) or "/"
-    of_process = lambda name, v: name.startswith("__") or _DRAWN.search(name) or (isinstance(v, str) and own_name in v)
-    named = lambda name, value: name not in changing and not of_process(name, value)
+    named = lambda name: name not in changing and not name.startswith("__") and not _DRAWN.search(name)
     if not is_own and isinstance(part, _WITH_STATE):
         held = {name: value for name, value in held.items() if name == "function" or _is_object(value)}  # of a Lambda
     elif is_own:
         # Callbacks keep what they show, which may be drawn.
         containers += (np.ndarray, tf.Tensor) if isinstance(part, keras.callbacks.Callback) else ()
-        held = {n: v for n, v in held.items() if not isinstance(v, containers) and _is_constant(v, named(n, v))}
+        held = {n: v for n, v in held.items() if not isinstance(v, containers) and _is_constant(v, named(n))}
     changing, containers = user_functions.stored(value for _, value in of_classes)
     kept = [(n, v) for n, v in of_classes if n not in changing and not isinstance(v, containers)]
-    return held, [(n, v) for n, v in kept if _is_constant(v, named(n, v))]
+    return held, [(n, v) for n, v in kept if _is_constant(v, named(n))]
 
 
 def attributes(part: object) -> dict[str, Any]:
@@ -86,8 +85,7 @@ def attributes(part: object) -> dict[str, Any]:
 
 @functools.cache
 def _stored_by_keras(kinds: tuple[type, ...]) -> set[str]:
-    of_keras = [kind for kind in kinds if not user_functions.is_own(kind)]
-    return user_functions.stored(value for kind in of_keras for value in vars(kind).values())[0]
+    return user_functions.stored(v for kind in kinds if not user_functions.is_own(kind) for v in vars(kind).values())[0]
 
 
 def _is_constant(value: Any, counts: bool = False) -> bool:
@@ -133,15 +131,13 @@ def digest(data: Any) -> str:
 
 def text(thing: Any, left_out: Iterable[str] = ()) -> str:
     """Returns what is known of the setup of an object, without settings of these names."""
-    with contextlib.suppress(RecursionError):  # of a list that holds itself
-        return repr(_told(thing, {*_OF_PROCESS, *left_out}, {}))
-    return ""
+    return repr(_told(thing, {*_OF_PROCESS, *left_out}, {}))
 
 
 def _told(thing: Any, left_out: set[str], seen: dict[int, tuple[int, Any]]) -> Any:
     """Returns text, numbers and lists of them for an object; `seen` are those that have been told, by their ids."""
     if thing is None or isinstance(thing, str | bytes | int | float | complex | range | slice):
-        return re.sub(r"_\d+\b", "", thing) if isinstance(thing, str) else thing  # Keras counts names
+        return re.sub(r"_\d+(?![A-Za-z0-9])", "", thing) if isinstance(thing, str) else thing  # Keras counts names
     tell = lambda part: _told(part, left_out, seen)
     if isinstance(thing, dict):
         return [(tell(key), tell(part)) for key, part in thing.items()]
@@ -176,11 +172,9 @@ def _setup(thing: Any, left_out: set[str]) -> object:
     if inspect.isfunction(thing):
         values = user_functions.values_read(thing) | {"body": _compiled_code(thing.__code__)}
         changing, containers = user_functions.stored([thing])  # what it counts or collects follows the calls
-        kept = {name: v for name, v in values.items() if name.split(".")[-1] not in changing and _is_read(v)}
-        kept = {name: value for name, value in kept.items() if not isinstance(value, containers)}
-        return {
-            name: _first(v) if isinstance(v, list | dict | set) and name != "body" else v for name, v in kept.items()
-        }
+        told = {n: v for n, v in values.items() if n.split(".")[-1] not in changing and not isinstance(v, containers)}
+        filled = lambda name, value: isinstance(value, list | dict | set) and name != "body"
+        return {name: _first(v) if filled(name, v) else v for name, v in told.items() if _is_read(v)}
     made: dict[str, Any] = {"": type(thing).__name__}
     if isinstance(thing, keras.Layer) and id(thing) not in _OPEN:  # enclosed by a function
         made["layers"] = [of_object(layer) for layer in keras_internals.flat_layers(thing, recursive=False)]
@@ -199,7 +193,7 @@ def _setup(thing: Any, left_out: set[str]) -> object:
     return made
 
 
-def _first(container: list | dict | set) -> str:
+def _first(container: Any) -> str:
     """Returns a digest of what a container held when it was first seen, since calls may add to it."""
     known = _FIRST.get(id(container))
     if known is None or known[0] is not container:
