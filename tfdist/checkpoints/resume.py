@@ -132,7 +132,7 @@ def _agrees(
     if not odd:
         return True
     if not changed:
-        raise UserError(refusal(shown, odd))
+        raise UserError(refusal(shown, odd, by_flags=bool(experiment)))
     if chosen.state["position"]["begun"]:
         why = "it is from the middle of an epoch"
         logger.info(f"checkpoint {shown} is not used: {why}, and {'; '.join(odd)}")
@@ -161,13 +161,12 @@ def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
     ]
 
 
-def refusal(what: str, odd: list[str]) -> str:
+def refusal(what: str, odd: list[str], by_flags: bool = True) -> str:
     """Returns the error message for a run folder or checkpoint of another experiment."""
-    return (
-        f"{what} is of another experiment ({'; '.join(odd[:5])}{'; ...' if len(odd) > 5 else ''}): "
-        "choose another --workdir, or --resume=never, which sets the earlier run aside, "
-        "or --resume_changed"
-    )
+    ways = "choose another --workdir, or --resume=never, which sets the earlier run aside, or --resume_changed"
+    if not by_flags:
+        ways = "give tfdist.Checkpoints another folder, or resume='never', or changed=True"
+    return f"{what} is of another experiment ({'; '.join(odd[:5])}{'; ...' if len(odd) > 5 else ''}): {ways}"
 
 
 def same_experiment(folder: RunFolder, experiment: Experiment, options: ResumeOptions, attempt: int) -> None:
