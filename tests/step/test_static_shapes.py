@@ -245,7 +245,8 @@ def test_a_masked_loss_that_looks_across_the_batch(replicas, static, connect):
 def test_the_comparison_can_fail(static, reference, monkeypatch):
     """Filler that counts must not agree."""
     case = next(c for c in training_cases.CASES if c.name == "uneven tail")
-    taken = Replica.take
-    monkeypatch.setattr(Replica, "take", lambda *a, **k: (r := taken(*a, **k))._replace(number=r.most, filled=False))
+    taken = Replica.micro_batch
+    counting = lambda rows: rows._replace(size=rows.max_size, row_mask=None, padded=False)
+    monkeypatch.setattr(Replica, "micro_batch", lambda *a, **k: counting(taken(*a, **k)))
     got = training_cases.outcome(case, static(3), "float64")
     assert training_cases.distance(got[0], reference(case, "float64")[0]) > 1e-6
