@@ -206,11 +206,14 @@ def attributes_read(values: dict[str, object], functions: Iterable[Any]) -> dict
     """Replaces modules, classes and objects of the user's by those of their attributes that functions read, if any."""
     code = [each for body in _bodies(functions) for each in operations(body)]
     names = sorted({name for kind, name in code if kind in ("LOAD_ATTR", "LOAD_METHOD") and name[:2] != "__"})
-    found, pending = dict[str, object](), [*values.items()]
+    found, pending, visited = dict[str, object](), [*values.items()], dict[int, object]()
     while pending:
         path, thing = pending.pop(0)
+        if id(thing) in visited:  # objects that know each other have ever more paths
+            continue
         known = dict[str, object]()
         for name in names if has_settings(thing) and path.count(".") < 5 else ():
+            visited[id(thing)] = thing
             with contextlib.suppress(Exception):  # of a property that cannot be read yet
                 known[name] = getattr(thing, name)
         counted, _ = stored(part for name, part in own_attributes(thing) if name != "__init__")

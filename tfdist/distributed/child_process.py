@@ -43,8 +43,8 @@ def run(
 ) -> int | None:
     """Runs a program to its end and returns its exit code, or None: it may take `limit` seconds; OSError as `answer`.
 
-    `tick` hears every so many seconds how many have passed. Whatever ends this function, no process that the program
-    has started outlives it; the program itself gets `ending` and `GRACE_S` before.
+    `tick` hears every so many seconds how many have passed. A program that has not ended gets `ending` and `GRACE_S`,
+    and no process that it has started outlives this function.
     """
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     # Of a session of its own: Ctrl-C reaches this process alone, which ends the program.

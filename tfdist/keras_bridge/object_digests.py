@@ -195,10 +195,9 @@ def _setup(thing: Any, left_out: set[str]) -> object:
 
 def _first(container: Any) -> str:
     """Returns a digest of what a container held when it was first seen, since calls may add to it."""
-    known = _FIRST.get(id(container))
-    if known is None or known[0] is not container:
-        known = _FIRST[id(container)] = container, digest(text(container))
-    return known[1]
+    if id(container) not in _FIRST:  # which keeps it, or another could take the id
+        _FIRST[id(container)] = container, digest(text(container))
+    return _FIRST[id(container)][1]
 
 
 def _without(settings: Any, names: set[str]) -> Any:

@@ -120,7 +120,7 @@ def _made(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
 
 
 def check_can_be_saved(model: keras.Model, name: str) -> None:
-    """Refuses a compiled model of which Keras could not write `model.keras` at the end."""
+    """Refuses a compiled model of which Keras could not write `model.keras`, and warns where it writes another one."""
     try:
         with optimizers.portable(model):
             json.dumps(keras.saving.serialize_keras_object(model))
