@@ -104,6 +104,7 @@ class Odd(L.Layer):
 
     def call(self, x):
         self.calls += 1
+        self.took = time.perf_counter() - self.times[2]
         self.seen.append(2.0)
         CALLS.append(1.0)
         self.node.visit()
@@ -127,6 +128,21 @@ def test_what_is_no_setting_is_none():
     first = made()
     CALLS.append(3.0)
     assert made() == first
+
+
+@pytest.mark.parametrize("settings, name", [({"scale": 2.0}, "scale"), ([3.0, 2.0], 1)], ids=["dict", "list"])
+def test_settings_that_are_changed_in_place(settings, name):
+    """A cell of a notebook that trained once more with another number gave back the earlier weights."""
+
+    def made():
+        model = keras.Sequential([keras.Input((2,)), L.Dense(1)])
+        model.compile("sgd", lambda a, b: keras.ops.mean(a - b) * settings[name])
+        return setups.of_training(model)
+
+    first = made()
+    assert made() == first
+    settings[name] = 4.0
+    assert made() != first
 
 
 class Linked:

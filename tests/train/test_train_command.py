@@ -128,7 +128,13 @@ def test_flagfiles_hold_environment_flags_only(run):
 
 @pytest.mark.whole
 def test_statistics_of_each_replica_are_accepted_aloud(run, tmp_path):
-    flags = ["--config.model.sync_batch_norm=False", "--config.train.steps=1", "--virtual_devices=2", "--progress=none"]
+    flags = [
+        "--config.model.sync_batch_norm=False",
+        "--config.train.epochs=0",
+        "--config.train.steps=1",
+        "--virtual_devices=2",
+        "--progress=none",
+    ]
     done = run("tfdist.train", *flags, f"--workdir={tmp_path}/out")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("WARNING: model.sync_batch_norm=False: each replica normalizes with its own rows") == 1

@@ -162,9 +162,9 @@ def test_code_that_cannot_be_read_is_checked_once_for_each_model(connect, said):
     here = dict(distribution=connect(2), batch_size=8, verbose=0)
     for _ in range(2):
         tfdist.evaluate(model, X, Y, **here)
-    assert len(said) == 1
+    assert len([line for line in said if "checked" in line]) == 1, said
     tfdist.fit(made(connect(2), space["Unread"]), X, Y, **here)
-    assert len(said) == 2
+    assert len([line for line in said if "checked" in line]) == 2, said
 
 
 # -- what is not --------------------------------------------------------------

@@ -5,12 +5,11 @@ and each time that it is begun: so workers compare checksums of what they read.
 """
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -18,7 +17,7 @@ import tensorflow as tf
 
 from tfdist.cluster.peers import Peers
 from tfdist.config import schedule
-from tfdist.data import python_batches
+from tfdist.data import draws, python_batches
 from tfdist.data.batch_layout import Layout, own_rows, unpack
 from tfdist.data.protocol import Feed, FeedCall, Source, order, spread
 from tfdist.data.records import Records
@@ -122,11 +121,11 @@ class Batches(Source):
             first = keras.tree.map_structure(tf.convert_to_tensor, self.reader.first)
             return self.decode(*first) if self.decode else first
         _fill_caches(self.dataset)
-        with _unmoved(self.dataset):
+        with draws.unmoved(self.dataset):
             for number in range(_EMPTY):
-                for batch in self.decoded.skip(number).take(1):
-                    if len(keras.tree.flatten(batch)[0]):
-                        return batch
+                found = [*self.decoded.skip(number).take(1)]  # whose iterator has ended, and draws no more
+                if found and len(keras.tree.flatten(found[0])[0]):
+                    return found[0]
         raise UserError("the data set is empty", "give it at least one batch")
 
     def first_rows(self, count: int) -> tuple:
@@ -175,8 +174,9 @@ class BatchFeed(Feed):
     def __init__(self, source: Batches, layout: Layout, once: bool = False, across: bool = False):
         self.batches = source.batches
         self._source, self._layout = source, layout
-        self._draws = bool(drawn(source.dataset))
-        once = once or (self._draws and not across)  # to read ahead into the next epoch would draw for it
+        self._draws = bool(draws.drawn(source.dataset))
+        # To read ahead into the next epoch would draw for it.
+        once = once or (not across and (self._draws or draws.begins_anew(source.dataset)))
         self._stored = source.dataset
         if (self.batches or (across and self.batches is None)) and not once:
             # A new iterator per epoch would start with empty buffers; one that repeats goes on reading.
@@ -251,6 +251,8 @@ class BatchFeed(Feed):
     def restart(self) -> None:
         """Begins anew, unless one iterator serves all epochs."""
         if not self._endless:
+            if self._draws and self._iterator is not None:  # for rows that make no batch, too
+                collections.deque(self._iterator, maxlen=0)
             self._iterator = None
 
     def keep(self) -> None:
@@ -371,39 +373,6 @@ def _fill_caches(dataset: tf.data.Dataset) -> bool:
 
 
 _FILLED = weakref.WeakSet[tf.data.Dataset]()
-
-
-_READING = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}  # that only read their variable
-
-
-def written(graph: tf.Graph, variables: list[tf.Variable]) -> list[tf.Variable]:
-    """Returns which of these a graph may write: those that go to more than an operation that reads.
-
-    All weights would be gigabytes to keep, for each replica.
-    """
-    of_handle = {id(v.handle): v for v in variables}
-    captured = [(of_handle.get(id(outer)), inner) for outer, inner in graph.captures]
-    return [v for v, inner in captured if v is not None and any(o.type not in _READING for o in inner.consumers())]
-
-
-def drawn(dataset: tf.data.Dataset) -> list[tf.Variable]:
-    """Returns the variables that functions of a data set write, such as the states of layers that draw at random."""
-    graphs = [function.function.graph for function in dataset._functions()]
-    own = [variable for graph in graphs for variable in written(graph, list(graph.variables))]
-    every = own + [variable for part in dataset._inputs() for variable in drawn(part)]
-    return list({id(variable): variable for variable in every}.values())
-
-
-@contextlib.contextmanager
-def _unmoved(dataset: tf.data.Dataset) -> Iterator[None]:
-    """Restores what functions of a data set draw from: a look at a batch draws as much as is read ahead meanwhile."""
-    variables = drawn(dataset)
-    before = [variable.numpy() for variable in variables]
-    try:
-        yield
-    finally:
-        for variable, value in zip(variables, before):
-            variable.assign(value)
 
 
 def share_order(one: object, other: object) -> bool:

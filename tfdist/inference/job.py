@@ -148,9 +148,10 @@ def _ready(
         compatibility.check_inputs(model, experiment, data.spec)
         return Ready(model, True, experiment, data, distribution, str(requested.path))
     build = functools.partial(built, experiment, data.spec)
+    # First the model that is compared with that of the training: classes of the user's may count their objects.
+    weights = trained_model.read_weights(requested, experiment, build) if distribution.is_chief else None
     with distribution.scope():
         model = build()
-    weights = trained_model.read_weights(requested, experiment, build) if distribution.is_chief else None
     return Ready(model, False, experiment, data, distribution, share(model, distribution, weights))
 
 

@@ -30,7 +30,7 @@ _BEGUN = time.monotonic()
 _OPEN = set[int]()  # ids of the objects whose digests are being taken
 _DRAWN = re.compile("seed|replica|(^|_)u?id$")  # within names of what follows the process
 _ID = re.compile(r"[/\\]|\d\d[-:]\d\d|\d{5}|[0-9a-f]{12}")  # in a path, a time, or what is drawn
-_FIRST: dict[int, tuple[Any, str]] = {}  # containers that functions read by their ids, with digests of what they held
+_FIRST: dict[int, tuple[Any, int, str]] = {}  # containers that functions read by their ids, with lengths and digests
 _WITH_STATE = keras.Layer, keras.callbacks.Callback, keras.optimizers.Optimizer, keras.Metric
 _SETTINGS = keras.Loss, keras.Regularizer, keras.constraints.Constraint, keras.optimizers.schedules.LearningRateSchedule
 
@@ -69,7 +69,9 @@ def _held(part: Any, is_own: bool) -> tuple[dict[str, Any], list[tuple[str, Any]
     elif is_own:
         # Callbacks keep what they show, which may be drawn.
         containers += (np.ndarray, tf.Tensor) if isinstance(part, keras.callbacks.Callback) else ()
-        held = {n: v for n, v in held.items() if not isinstance(v, containers) and _is_constant(v, named(n))}
+        given, _ = user_functions.stored(value for name, value in of_classes if name in ("__init__", "build"))
+        lasting = lambda n, v: not isinstance(v, containers) and (n in given or n not in changing)
+        held = {n: v for n, v in held.items() if lasting(n, v) and _is_constant(v, named(n))}
     changing, containers = user_functions.stored(value for _, value in of_classes)
     kept = [(n, v) for n, v in of_classes if n not in changing and not isinstance(v, containers)]
     return held, [(n, v) for n, v in kept if _is_constant(v, named(n))]
@@ -194,10 +196,11 @@ def _setup(thing: Any, left_out: set[str]) -> object:
 
 
 def _first(container: Any) -> str:
-    """Returns a digest of what a container held when it was first seen, since calls may add to it."""
-    if id(container) not in _FIRST:  # which keeps it, or another could take the id
-        _FIRST[id(container)] = container, digest(text(container))
-    return _FIRST[id(container)][1]
+    """Returns a digest of what a container holds, or held when it was first seen if calls have added to it since."""
+    known = _FIRST.get(id(container))  # which keeps it, or another could take the id
+    if known is None or len(container) == known[1]:  # settings may be changed in place
+        known = _FIRST[id(container)] = container, len(container), digest(text(container))
+    return known[2]
 
 
 def _without(settings: Any, names: set[str]) -> Any:

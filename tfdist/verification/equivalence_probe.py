@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdist.checkpoints import training_state
 from tfdist.config import user_functions
 from tfdist.data.batch_layout import Batch, HostSlice, Layout, ReplicaBatch, host_slices
-from tfdist.data.batches import written
+from tfdist.data.draws import written
 from tfdist.data.spec import Structure
 from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals, layer_state, metrics

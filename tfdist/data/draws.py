@@ -1,0 +1,90 @@
+"""What functions of a `tf.data.Dataset` draw from: variables, generators of Python's and NumPy's, random operations."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.config import user_functions
+
+_READING = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}  # that only read their variable
+_GENERATORS = np.random.Generator, np.random.RandomState, random.Random
+_GLOBAL = np.random.normal.__self__, random.random.__self__  # type: ignore[attr-defined]
+
+
+def written(graph: tf.Graph, variables: list[tf.Variable]) -> list[tf.Variable]:
+    """Returns which of these a graph may write: those that go to more than an operation that reads.
+
+    All weights would be gigabytes to keep, for each replica.
+    """
+    of_handle = {id(v.handle): v for v in variables}
+    captured = [(of_handle.get(id(outer)), inner) for outer, inner in graph.captures]
+    return [v for v, inner in captured if v is not None and any(o.type not in _READING for o in inner.consumers())]
+
+
+def drawn(dataset: tf.data.Dataset) -> list[Any]:
+    """Returns the variables that functions of a data set write, such as a layer's seed, and the generators they use."""
+    found = list[Any]()
+    for function in dataset._functions():
+        graph = function.function.graph
+        found += written(graph, list(graph.variables))
+        if any(operation.type in ("PyFunc", "EagerPyFunc") for operation in _operations(graph)):
+            found += _generators(user_functions.unwrapped(function._func))
+    found += [each for part in dataset._inputs() for each in drawn(part)]
+    return list({id(each): each for each in found}.values())
+
+
+def _generators(function: object) -> list[Any]:
+    """Returns the generators of Python's and NumPy's that a function reaches; the global ones if it names `random`."""
+    found = list[Any]()
+    for thing in user_functions.reachable([function]):
+        found += [each for each in (thing, getattr(thing, "__self__", None)) if isinstance(each, _GENERATORS)]
+        code = getattr(thing, "__code__", None) if user_functions.is_own(thing) else None
+        if code and any(name == "random" for _, name in user_functions.operations(code)):
+            found += _GLOBAL
+    return found
+
+
+def begins_anew(dataset: tf.data.Dataset) -> bool:
+    """Returns whether each iterator of a data set has random operations, which draw from their beginning again."""
+    graphs = [function.function.graph for function in dataset._functions()]
+    seeded = any("seed2" in operation.node_def.attr for graph in graphs for operation in _operations(graph))
+    return seeded or any(map(begins_anew, dataset._inputs()))
+
+
+def _operations(graph: tf.Graph) -> list[tf.Operation]:
+    """Returns the operations of a graph and of the functions within it, such as branches of `tf.cond`."""
+    inner = [each.graph for each in graph._functions.values()]
+    return [*graph.get_operations(), *(operation for each in inner for operation in _operations(each))]
+
+
+@contextlib.contextmanager
+def unmoved(dataset: tf.data.Dataset) -> Iterator[None]:
+    """Restores what functions of a data set draw from: a look at a batch draws as much as is read ahead meanwhile."""
+    sources = drawn(dataset)
+    before = [_state(source) for source in sources]
+    try:
+        yield
+    finally:
+        for source, state in zip(sources, before):
+            _restore(source, state)
+
+
+def _state(source: Any) -> Any:
+    if isinstance(source, tf.Variable):
+        return source.numpy()
+    if isinstance(source, np.random.Generator):
+        return source.bit_generator.state
+    return source.getstate() if isinstance(source, random.Random) else source.get_state()
+
+
+def _restore(source: Any, state: Any) -> None:
+    if isinstance(source, tf.Variable):
+        source.assign(state)
+    elif isinstance(source, np.random.Generator):
+        source.bit_generator.state = state
+    else:
+        (source.setstate if isinstance(source, random.Random) else source.set_state)(state)
