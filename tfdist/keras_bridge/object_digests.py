@@ -27,7 +27,7 @@ OF_MODEL = ("name", "layers", "input_layers", "output_layers", "dtype", "vocabul
 """Settings of layers that follow the process, or that are those of other layers."""
 _SEEN = weakref.WeakKeyDictionary[keras.Model, dict[int, tuple[weakref.ref, str]]]()  # by ids, with their digests
 _BEGUN = time.monotonic()
-_OPEN = set[int]()  # ids of the objects whose digests are being taken
+_TOLD = dict[int, tuple[Any, str]]()  # objects by their ids, with digests, empty of those whose is being taken
 _DRAWN = re.compile("seed|replica|(^|_)u?id$")  # within names of what follows the process
 _ID = re.compile(r"[/\\]|\d\d[-:]\d\d|\d{5}|[0-9a-f]{12}")  # in a path, a time, or what is drawn
 _FIRST: dict[int, tuple[Any, int, str]] = {}  # containers that functions read by their ids, with lengths and digests
@@ -44,13 +44,19 @@ def of_object(part: Any, left_out: Iterable[str] = OF_MODEL, model: keras.Model 
     seen = {} if model is None else _SEEN.setdefault(model, {})
     if is_own and (known := seen.get(id(part))) and known[0]() is part:
         return known[1]
-    if id(part) in _OPEN:  # it holds itself
-        return ""
-    _OPEN.add(id(part))
+    if id(part) in _TOLD:  # objects that know each other have ever more paths
+        return _TOLD[id(part)][1]
+    is_first = not _TOLD
     made = ""
-    with contextlib.suppress(Exception):  # of attributes that cannot be read
+    _TOLD[id(part)] = part, made
+    try:
         made = digest([text(each, left_out) for each in (part, *_held(part, is_own))])
-    _OPEN.discard(id(part))
+        _TOLD[id(part)] = part, made
+    except Exception:  # of attributes that cannot be read
+        pass
+    finally:
+        if is_first:
+            _TOLD.clear()
     if is_own and type(part).__weakrefoffset__:
         seen[id(part)] = weakref.ref(part), made
     return made
@@ -178,7 +184,7 @@ def _setup(thing: Any, left_out: set[str]) -> object:
         filled = lambda name, value: isinstance(value, list | dict | set) and name != "body"
         return {name: _first(v) if filled(name, v) else v for name, v in told.items() if _is_read(v)}
     made: dict[str, Any] = {"": type(thing).__name__}
-    if isinstance(thing, keras.Layer) and id(thing) not in _OPEN:  # enclosed by a function
+    if isinstance(thing, keras.Layer) and id(thing) not in _TOLD:  # enclosed by a function
         made["layers"] = [of_object(layer) for layer in keras_internals.flat_layers(thing, recursive=False)]
     elif _is_object(thing):
         made["held"] = of_object(thing)
