@@ -202,6 +202,14 @@ def test_what_a_data_set_draws_is_what_it_draws_for_keras(connect, tmp_path, kin
     np.testing.assert_allclose(weights(tfdist.fit, 2, 3, **options), theirs, rtol=1e-5, atol=1e-7)
 
 
+def test_validation_data_that_draw_and_have_no_end(connect):
+    """The rest of the data set was read before the next evaluation."""
+    model = keras.Sequential([keras.Input((4, 5, 1)), keras.layers.Flatten(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    options = {"validation_data": drawing("numpy").repeat(), "validation_steps": 2, "distribution": connect(1)}
+    assert len(tfdist.fit(model, drawing("numpy"), epochs=2, verbose=0, **options).history["val_loss"]) == 2
+
+
 def test_a_cache_that_may_have_no_end_or_is_cut_is_not_read():
     read = []
 

@@ -187,6 +187,7 @@ class BatchFeed(Feed):
         self._order = BatchOrder()
         self._keeps, self._kept = False, dict[int, tuple]()  # batches by their updates
         self._began = 0  # update whose batch the iterator gave first
+        self._first = self._end = 0  # updates that the epoch began with, and up to which it has been read
         self._inputs_agree: bool | None = None  # unknown before the first call
         self._dataset = self._decoded(self._stored)
         self._iterator: tf.data.Iterator | None = None
@@ -209,8 +210,9 @@ class BatchFeed(Feed):
     def next(self, update: int, limit: int) -> FeedCall:
         if self._iterator is None:
             self._order.begin()
-            self._began = update
+            self._began = self._first = update
             self._iterator = iter(self._dataset)
+        self._end = update + limit
         return FeedCall((self._iterator,), 0, limit, self._full)
 
     def digest(self, batches: int) -> list[str]:
@@ -245,14 +247,14 @@ class BatchFeed(Feed):
                 collections.deque(passed if self._draws else (), maxlen=0)  # to draw as often
         self._iterator = None  # what it reads ahead is forgotten with it
         self._order.begin()
-        self._began = update
+        self._began, self._first = update, update - begun
         self._iterator = iter(self._decoded(self._stored.skip(update - first if self._endless else begun)))
 
     def restart(self) -> None:
         """Begins anew, unless one iterator serves all epochs."""
         if not self._endless:
-            if self._draws and self._iterator is not None:  # for rows that make no batch, too
-                collections.deque(self._iterator, maxlen=0)
+            if self._draws and self._iterator is not None and 0 < (self.batches or 0) <= self._end - self._first:
+                collections.deque(self._iterator, maxlen=0)  # to draw for rows that make no batch, too
             self._iterator = None
 
     def keep(self) -> None:
