@@ -13,6 +13,7 @@ from support import training_cases
 
 from tfdist import config
 from tfdist.data import sources
+from tfdist.distributed import child_process
 from tfdist.errors import TrainingError, UserError
 from tfdist.topology import compile_child, compiler, known, program
 from tfdist.train import ahead_of_time
@@ -213,8 +214,8 @@ def test_what_installations_refuse(nowhere, monkeypatch):
 
 def test_a_compiler_that_ends_without_an_answer(monkeypatch):
     monkeypatch.setattr(compiler, "python", lambda kind, asker: "/bin/python")
-    done = subprocess.CompletedProcess([], -11, b"", b"noise\nSegmentation fault\n")
-    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: done)
+    done = subprocess.CompletedProcess([], -11, "", "noise\nSegmentation fault\n")
+    monkeypatch.setattr(child_process, "answer", lambda *arguments, **options: done)
     with pytest.raises(TrainingError, match=r"ended without an answer \(exit code -11: Segmentation fault\)"):
         compiler.compiled(program.Program("", 1, [], [], 1, []), known.find("v5e-1"))
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -80,26 +80,31 @@ def _end(process: subprocess.Popen, ending: signal.Signals) -> None:
 
 
 def answer(
-    command: Sequence[str], timeout: float, environ: Mapping[str, str] | None = None
+    command: Sequence[str], timeout: float, text: str = "", **options: Any
 ) -> subprocess.CompletedProcess[str] | None:
-    """Runs a program that asks a driver; returns None if it does not end in time; OSError if it cannot start."""
+    """Runs a program on an input, such as one that asks a driver; returns None if it does not end in time.
+
+    `options` are those of `subprocess.Popen`. Raises OSError if it cannot start.
+    """
     process = subprocess.Popen(
         command,
-        env=environ,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE if text else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
         preexec_fn=end_with_the_parent(),
+        **options,
     )
     try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
+        out, err = process.communicate(text, timeout)
+    except BaseException as error:
         process.kill()
         # A process that waits within a driver cannot be killed; `subprocess.run` would wait for it for ever.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_KILL_S)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         return None
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 

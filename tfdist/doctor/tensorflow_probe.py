@@ -38,7 +38,7 @@ def ask(environ: Mapping[str, str], timeout: float) -> Answer:
     # The numbers of TensorFlow's GPUs are to be those of nvidia-smi.
     given = {**environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TF_CPP_MIN_LOG_LEVEL": "1"}  # 1: why there is no GPU
     try:
-        done = child_process.answer([sys.executable, "-m", "tfdist.doctor.tensorflow_probe"], timeout, given)
+        done = child_process.answer([sys.executable, "-m", "tfdist.doctor.tensorflow_probe"], timeout, env=given)
     except OSError as error:
         return Answer(problem=f"Python cannot be started once more ({error.strerror})")
     if done is None:

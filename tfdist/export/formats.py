@@ -10,7 +10,6 @@ import logging
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -28,6 +27,7 @@ from tfdist.config.messages import logger
 from tfdist.data import spec_file
 from tfdist.data.datasets import registry
 from tfdist.data.spec import Spec, Structure
+from tfdist.distributed import child_process
 from tfdist.errors import TrainingError, UserError, one_line
 from tfdist.export import saved_model
 from tfdist.inference import compatibility, job, prediction_rows, trained_model
@@ -274,10 +274,9 @@ def _difference(name: str, path: pathlib.Path, trials: _Trials) -> float:
         np.savez(pathlib.Path(folder, "trials.npz"), **trials)  # type: ignore[arg-type]  # mypy takes one of them for `allow_pickle`
         words = [sys.executable, script, name, str(path.absolute()), os.path.join(folder, "trials.npz")]
         env = os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-        try:
-            done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=_TIME_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            raise TrainingError(f"{name} gave no result within {_TIME_LIMIT_S:g} s when it was checked") from None
+        done = child_process.answer(words, _TIME_LIMIT_S, env=env, cwd=folder)
+    if done is None:
+        raise TrainingError(f"{name} gave no result within {_TIME_LIMIT_S:g} s when it was checked")
     if done.returncode:
         why = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"code {done.returncode}")
         raise TrainingError(f"{name} was written and cannot be used ({why[:300]}): leave {name} out of --formats")

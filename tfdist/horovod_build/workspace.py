@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -225,19 +224,13 @@ def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> dict[str, st
 
 def _output(command: list[str], path: str = "", text: str = "") -> str:
     """Returns what a program prints; empty if it cannot run or fails."""
+    program = shutil.which(command[0], path=path or None) or command[0]
+    environ = {**os.environ, "PATH": path} if path else None
     try:
-        done = subprocess.run(
-            [shutil.which(command[0], path=path or None) or command[0], *command[1:]],
-            input=text,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=60,
-            env={**os.environ, "PATH": path} if path else None,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = child_process.answer([program, *command[1:]], 60, text, env=environ)
+    except OSError:
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return done.stdout if done and done.returncode == 0 else ""
 
 
 def _cuda(environ: Mapping[str, str], nvcc: str) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist.config import local_files
 from tfdist.config.messages import logger
-from tfdist.distributed.child_process import end_with_the_parent
+from tfdist.distributed import child_process
 from tfdist.errors import TrainingError, UserError, one_line
 from tfdist.topology.known import Topology
 
@@ -55,20 +55,14 @@ def compiled(program: "Program", topology: Topology) -> Compiled:
         path = pathlib.Path(folder, "program.mlir")
         path.write_text(program.text)
         work = {**dataclasses.asdict(topology), "program": str(path), "aliases": program.aliases}
-        try:
-            done = subprocess.run(
-                [str(interpreter), "-s", str(pathlib.Path(__file__).with_name("compile_child.py"))],
-                input=json.dumps(work).encode(),
-                capture_output=True,
-                timeout=LIMIT_S,
-                cwd=folder,  # the TPU compiler may leave files
-                preexec_fn=end_with_the_parent(),
-            )
-        except subprocess.TimeoutExpired:
-            raise TrainingError(f"the compiler for {topology.name} took more than {LIMIT_S:g} s") from None
-    lines = done.stdout.decode(errors="replace").splitlines()
+        words = [str(interpreter), "-s", str(pathlib.Path(__file__).with_name("compile_child.py"))]
+        # In a folder of its own: the TPU compiler may leave files.
+        done = child_process.answer(words, LIMIT_S, json.dumps(work), cwd=folder)
+    if done is None:
+        raise TrainingError(f"the compiler for {topology.name} took more than {LIMIT_S:g} s")
+    lines = done.stdout.splitlines()
     if not lines:
-        said = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()][-1:]
+        said = [line for line in done.stderr.splitlines() if line.strip()][-1:]
         ended = f"exit code {done.returncode}: {said[0][:300] if said else 'no message'}"
         raise TrainingError(f"the compiler for {topology.name} ended without an answer ({ended})")
     return understood(json.loads(lines[-1]), topology)

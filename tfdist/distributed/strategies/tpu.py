@@ -59,7 +59,7 @@ def try_elsewhere(name: str, limit: float, environ: Mapping[str, str]) -> None:
 
     There, tensorflow-tpu 2.20 was seen to end the process with a segmentation fault, and not with an error.
     """
-    done = child_process.answer([sys.executable, "-m", "tfdist.distributed.strategies.tpu", name], limit, environ)
+    done = child_process.answer([sys.executable, "-m", "tfdist.distributed.strategies.tpu", name], limit, env=environ)
     if done is None:
         raise UserError(_late(name, limit))
     if done.returncode < 0:
