@@ -525,10 +525,10 @@ signal.pause()
     "outcome, error",
     [
         (
-            trial.Outcome(2, 1.0, "no such data", refused=True),
+            trial.Outcome("unavailable", 1.0, "no such data"),
             (UserError, "the experiment does not run on one device: no such data"),
         ),
-        (trial.Outcome(1, 1.0, "lost"), (TrainingError, "the reference, default 1, has failed: lost")),
+        (trial.Outcome("failed", 1.0, "lost"), (TrainingError, "the reference, default 1, has failed: lost")),
     ],
 )
 def test_nothing_is_compared_with_a_reference_that_does_not_run(outcome, error, tmp_path, monkeypatch, capsys):

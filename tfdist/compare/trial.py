@@ -83,15 +83,9 @@ class Trial:
 class Outcome:
     """How a run ended."""
 
-    code: int | None  # the negative number of a signal, or None for a run that was ended by its time limit
+    status: str  # `completed`, `unavailable` (it says that the input or the environment is wrong) or `failed`
     seconds: float
-    reason: str = ""  # why it failed, in one line
-    refused: bool = False  # it says that the input or the environment is wrong; horovodrun makes another code of that
-
-    @property
-    def status(self) -> str:
-        """One of `completed`, `unavailable` (it cannot run here) and `failed`."""
-        return "completed" if self.code == 0 else "unavailable" if self.refused else "failed"
+    reason: str = ""  # why it did not complete, in one line
 
 
 def find_hardware(devices: str, environ: Mapping[str, str]) -> Hardware:
@@ -182,24 +176,27 @@ def run(trial: Trial, limit: float, tick: Callable[[float], None] = lambda secon
         try:
             code = child_process.run(trial.command, limit, TICK_S, tick, stdout=output, env=environ)
         except OSError as error:
-            return Outcome(127, 0.0, f"{trial.command[0]} cannot be started: {error.strerror}")
+            return Outcome("failed", 0.0, f"{trial.command[0]} cannot be started: {error.strerror}")
     seconds = time.monotonic() - start
     if code is None:
-        return Outcome(None, seconds, f"it was not over after {limit:g} s (--time_limit)")
-    return Outcome(code, seconds, *_reason(log, code)) if code else Outcome(code, seconds)
+        return Outcome("failed", seconds, f"it was not over after {limit:g} s (--time_limit)")
+    if code == 0:
+        return Outcome("completed", seconds)
+    status, reason = _failure(log, code)
+    return Outcome(status, seconds, reason)
 
 
-def _reason(log: pathlib.Path, code: int) -> tuple[str, bool]:
-    """Returns why a run failed: tfdist's own line in its log, an exception or what was said last; and if it refused."""
+def _failure(log: pathlib.Path, code: int) -> tuple[str, str]:
+    """Returns the status of a run that failed, and why: tfdist's own line in its log, an exception or the last line."""
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - _READ))
         text = file.read().decode(errors="replace")
     said, raised = _SAID.search(text), _RAISED.search(text)
-    if said:
-        return said[2].strip(), said[1] == "error"
+    if said:  # which tells what is wrong where horovodrun makes another exit code of it
+        return "unavailable" if said[1] == "error" else "failed", said[2].strip()
     if raised:
-        return raised[1].strip(), False
+        return "failed", raised[1].strip()
     if code < 0:
-        return f"it was killed by {signal.Signals(-code).name}", False
+        return "failed", f"it was killed by {signal.Signals(-code).name}"
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-    return f"it ended with exit code {code}{f': {last}' if last else ''}", False
+    return "failed", f"it ended with exit code {code}{f': {last}' if last else ''}"

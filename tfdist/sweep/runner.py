@@ -208,9 +208,9 @@ class Sweep:
             if not self._finished(values):
                 logger.info(f"{made.name} ...")
                 ended = trial.run(made, math.inf, tick)
-                if ended.code != 0:
-                    state = TrialState.FAIL
-                    outcome |= {"status": "refused" if ended.refused else "failed", "reason": ended.reason}
+                if ended.status != "completed":
+                    state, refused = TrialState.FAIL, ended.status == "unavailable"
+                    outcome |= {"status": "refused" if refused else "failed", "reason": ended.reason}
         except optuna.TrialPruned as pruned:
             state, outcome = TrialState.PRUNED, outcome | {"status": "pruned", "reason": str(pruned)}
         except BaseException:  # another process makes it, or the next one
