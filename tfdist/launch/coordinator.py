@@ -65,20 +65,18 @@ class Coordinator:
         self._own = node_agent.member(plan)
         self._links: dict[int, node_agent.NodeLink] = {}
         self._dismissed: list[node_agent.NodeLink] = []  # links to nodes that have left, until they have read so
-        self._joined: dict[int, float] = {}  # when the nodes registered that take no part in an attempt yet
         self._numbered = 0  # nodes of an elastic job that have ever registered; each keeps its number
         self._taking_part: tuple[int, ...] = ()  # nodes of the attempt in progress
         self._trusted: set[int] = set()  # nodes that have ever taken part
         self._pending: list[NodeEvent] = []
-        self._heartbeats = node_agent.Heartbeats()
         self._launch, self._since = secrets.token_hex(8), time.time()
         self._attempts: list[list] = []  # number of nodes and workers, end, and its time, of each attempt so far
-        self._grow_at = math.inf  # when waiting nodes join, whatever happens
         self._registrar: Registrar | None = None
         if plan.nodes.max > 1:
             with events.interruptible():
                 listener = node_agent.listen(plan.nodes.addr, plan.nodes.port, plan.start_timeout, screen.say)
             self._registrar = Registrar(listener, plan.secret, "node", events.wake)
+            self._heartbeats = node_agent.beat(self._links)
 
     def run(self) -> int:
         """Runs attempt after attempt; returns the exit code, or raises a UserError, which the other nodes know too."""
@@ -198,27 +196,19 @@ class Coordinator:
             return
         link = node_agent.NodeLink(arrival.connection, member, self._events, node_agent.EVENTS)
         self._links[member.rank] = link
-        self._heartbeats.set(tuple(self._links.values()))
-        self._joined[member.rank] = time.monotonic()
         if self._nodes.elastic and self._taking_part:
             full = len(self._taking_part) >= self._nodes.max
             self._say(f"{link} {f'waits for a place among {self._nodes.max} nodes' if full else 'has joined'}")
 
-    def _remove(self, node: int) -> None:
-        del self._links[node]
-        self._joined.pop(node, None)
-        self._heartbeats.set(tuple(self._links.values()))
-
     def _drop(self, link: node_agent.NodeLink) -> None:
         """Removes a node that is lost."""
-        self._remove(link.member.rank)
+        del self._links[link.member.rank]
         self._pending.append((link.member.rank, {"event": "lost", "line": f"{link} is lost: {link.lost}"}))
 
     def _dismiss(self, node: int, node_exit: NodeExit) -> None:
         """Ends the launcher of a node that leaves the job."""
-        link = self._links.get(node)
+        link = self._links.pop(node, None)
         if link:
-            self._remove(node)
             self._dismissed.append(link)
             link.send({"order": "over", "code": node_exit.code, "line": node_exit.line})
 
@@ -261,23 +251,23 @@ class Coordinator:
         links, end = [*self._links.values(), *self._dismissed], time.monotonic() + EXIT_WAIT_S
         while any(not link.lost for link in links) and time.monotonic() < end:
             self._events.wait(0.1)
-        self._heartbeats.close()
         if self._registrar:
+            self._heartbeats.set()
             self._registrar.close()
 
     # -- attempts ------------------------------------------------------------
 
     def _attempt(self, attempt: int) -> AttemptOutcome:
         """Starts all workers once, and follows them to their end."""
-        outcome = self._start(attempt)
+        outcome, grow_at = self._start(attempt), math.inf
         while outcome.busy:
-            for node, event in self._poll(min(outcome.deadline, self._grow_at)):
+            for node, event in self._poll(min(outcome.deadline, grow_at)):
                 if node and node not in self._taking_part:
                     self._idle(node, event)
                 else:
                     outcome.hear(node, event, time.monotonic())
             if self._nodes.elastic:
-                self._watch_membership(outcome)
+                grow_at = self._watch_membership(outcome)
             for order in outcome.orders(time.monotonic()):
                 self._tell(order)
         for order in outcome.summary():
@@ -306,29 +296,28 @@ class Coordinator:
             else:
                 self._agent.obey(order)
         self._taking_part = tuple(members)
-        for node in members:
-            self._joined.pop(node, None)
         new = set(members) - self._trusted if self._trusted else set()
         self._trusted.update(members)
         names = {n: str(self._links[n]) if n else f"node 0 ({self._own.host})" for n in members}
         return AttemptOutcome(names, plan.nodes.elastic, new if plan.nodes.elastic else ())
 
-    def _watch_membership(self, outcome: AttemptOutcome) -> None:
-        """Looks for nodes that are about to be lost, and for those that wait to join."""
-        now, links = time.monotonic(), [self._links[n] for n in self._taking_part if n in self._links]
-        outcome.suspect([link.member.rank for link in links if now - link.heard > node_agent.SUPERSEDED_S], now)
-        self._grow_at = math.inf
+    def _watch_membership(self, outcome: AttemptOutcome) -> float:
+        """Looks for nodes that are about to be lost, and for those that wait; returns when these join at last."""
+        now, links = time.monotonic(), self._links.items()
+        members = [link for node, link in links if node in self._taking_part]
+        waiting = [link for node, link in links if node not in self._taking_part]
+        outcome.suspect([link.member.rank for link in members if now - link.heard > node_agent.SUPERSEDED_S], now)
         room = self._nodes.max - len(self._taking_part)
-        if outcome.settled or not self._joined or room <= 0:
-            return
-        due = min(self._joined.values()) + self._nodes.waits.scale
-        if now < due and len(self._joined) < room:
-            self._grow_at = due
-            return
-        who = ", ".join(str(self._links[n]) for n in list(self._joined)[:room])
-        verb = "join" if len(self._joined) > 1 else "joins"
+        if outcome.settled or not waiting or room <= 0:
+            return math.inf
+        due = min(link.since for link in waiting) + self._nodes.waits.scale
+        if now < due and len(waiting) < room:
+            return due
+        who = ", ".join(map(str, waiting[:room]))
+        verb = "join" if len(waiting) > 1 else "joins"
         self._say(f"{who} {verb}: the workers stop after the update in progress")
         outcome.grow(f"{who} joined", now)
+        return math.inf
 
 
 def _nodes(count: int) -> str:

@@ -81,10 +81,11 @@ class NodeLink:
 
     def __init__(self, connection: wire.Connection, member: Member, events: Events, reader: schema.Reader):
         self.member = member
+        self.since = time.monotonic()  # when it registered
         self.lost = ""  # why the link is lost, once it is
         self._connection, self._events = connection, events
         self._messages: list[wire.Message] = []
-        connection.reader, connection.heard = reader, time.monotonic()
+        connection.reader, connection.heard = reader, self.since
         events.watch(connection.fileno(), self._read)
         self._read()  # what arrived with the registration
 
@@ -121,29 +122,21 @@ class NodeLink:
             self.close(str(self._connection.lost))
 
 
-class Heartbeats:
-    """Sends heartbeats to other launchers, also while this one writes to a slow terminal."""
+def beat(links: Mapping[int, NodeLink]) -> threading.Event:
+    """Sends heartbeats over these links, which may change, also while this process writes to a slow terminal.
 
-    def __init__(self):
-        self._links: tuple[NodeLink, ...] = ()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+    Returns the event whose setting ends that.
+    """
+    ended = threading.Event()
 
-    def set(self, links: tuple[NodeLink, ...]) -> None:
-        """Sets the links that heartbeats are sent to from now on."""
-        self._links = links
-        if links and not self._thread.is_alive():
-            self._thread.start()
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._ended.set()
-
-    def _run(self) -> None:
-        while not self._ended.wait(BEAT_S):
-            for link in self._links:
+    def run() -> None:
+        while not ended.wait(BEAT_S):
+            for link in list(links.values()):
                 if not link.lost:
                     link.send({"beat": 1})
+
+    threading.Thread(target=run, name="heartbeats", daemon=True).start()
+    return ended
 
 
 class AddressInUseError(UserError):
@@ -358,7 +351,8 @@ def code_of(name: str) -> int:
 
 def follow(plan: LaunchPlan, events: Events, screen: Screen) -> int:
     """Runs the launcher of another node than 0; returns the exit code, or raises UserError at the start."""
-    agent, heartbeats = NodeAgent(plan, events, screen), Heartbeats()
+    agent, links = NodeAgent(plan, events, screen), dict[int, NodeLink]()
+    ended = beat(links)
     try:
         # A node of an elastic job comes back as often as it is cut off.
         for attempt in itertools.count() if plan.nodes.elastic else range(plan.max_restarts + 1):
@@ -370,13 +364,13 @@ def follow(plan: LaunchPlan, events: Events, screen: Screen) -> int:
                     raise
                 screen.say(f"error: {error}", error=True)
                 break
-            heartbeats.set((link,))
+            links[0] = link
             code = _serve(agent, link, events, screen)
             if code is not None:
                 return code
             # Node 0 is lost. Its launcher may be started again, where restarts are wanted, or this node was cut off.
     finally:
-        heartbeats.close()
+        ended.set()
     return 1
 
 
