@@ -259,10 +259,12 @@ def test_slow_input_is_said_once(connect, said):
     work = types.SimpleNamespace(count=lambda: None, rates=lambda rate: {"flops_per_second": None})
     for waited, lines in ((0.9, 1), (0.1, 0)):
         said.clear()
-        timeline = monitors.Timeline(folder, recorder(begun=0.0), monitors.Usage(()), work, Experiment(), None)
+        spent = Spent(4 * waited, 4 * (1 - waited), 0.0, 0.0)
+        record = recorder(begun=0.0, spent=spent, gradient_norm=1.0)
+        timeline = monitors.Timeline(folder, record, monitors.Usage(()), work, Experiment(), None)
         timeline.set_model(small(connect(1)))
         for _ in range(3):
-            timeline.on_call(Call(10, 80, Spent(4 * waited, 4 * (1 - waited), 0.0, 0.0), True, 1.0))
+            timeline.on_call(Call(10, 80, spent, True, 1.0))
             timeline._last = -1e9
             timeline.on_train_batch_end(9, {"loss": 1.0})
         assert len(said) == lines

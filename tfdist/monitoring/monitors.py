@@ -138,7 +138,7 @@ def advice(experiment: config.Experiment) -> str:
 class Timeline(Callback):
     """Samples a run into `timeline.jsonl` and TensorBoard's `board`; on the chief only.
 
-    The callbacks of `recorder`, which counts updates and time, run before these.
+    The callbacks of `recorder`, which counts updates and adds up time, run before these.
     """
 
     takes_many_updates = True
@@ -155,9 +155,7 @@ class Timeline(Callback):
         super().__init__()
         self._folder, self._recorder, self._usage, self._board = folder, recorder, usage, board
         self._flops, self._experiment = flops, experiment
-        self._window, self._all = Spent(), Spent()
-        self._examples = 0
-        self._norm: float | None = None
+        self._window, self._examples = Spent(), 0  # since the last sample
         self._last = -math.inf
         self._opened = self._warned = False
 
@@ -181,11 +179,9 @@ class Timeline(Callback):
         self._usage.start()
 
     def on_call(self, call: Call) -> None:
-        self._norm = call.gradient_norm
         if call.steady:
             self._examples += call.examples
             self._window += call.spent
-            self._all += call.spent
 
     def on_train_batch_end(self, batch, logs=None):
         now = time.monotonic()
@@ -218,7 +214,7 @@ class Timeline(Callback):
         metrics = {name: v for name, v in logs.items() if isinstance(v, (int, float)) and not name.startswith("val_")}
         spent = self._window
         rate = self._examples / spent.seconds if self._examples else None
-        step = {"learning_rate": learning_rate(self.model), "gradient_norm": self._norm}
+        step = {"learning_rate": learning_rate(self.model), "gradient_norm": self._recorder.gradient_norm}
         speed = {"examples_per_second": rate, "flops_per_second": self._flops.rates(rate)["flops_per_second"]}
         shares = {name: spent.share(name) for name in ("input", "all_reduce", "python")}
         usage = self._usage.latest()
@@ -234,8 +230,9 @@ class Timeline(Callback):
                 scalars[f"device/gpu_{gpu['number']}_memory_MiB"] = gpu["memory_used"]
             self._board.scalars(self._recorder.updates, scalars)
         self._last, self._window, self._examples = now, Spent(), 0
-        share = self._all.share("input") or 0.0
-        if share > INPUT_LIMIT and self._all.seconds > JUDGED_S and not self._warned:
+        whole = self._recorder.spent
+        share = whole.share("input") or 0.0
+        if share > INPUT_LIMIT and whole.seconds > JUDGED_S and not self._warned:
             self._warned = True
             fix = advice(self._experiment)
             logger.info(f"WARNING: {100 * share:.0f} % of the time goes into waiting for input: {fix}")

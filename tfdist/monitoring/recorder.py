@@ -200,7 +200,7 @@ class Recorder(Callback):
         self.accumulate = plan.accumulate
         self.spent = Spent()  # in steady state
         self.of_epoch = Spent()  # in the running epoch
-        self._norm: float | None = None
+        self.gradient_norm: float | None = None  # in the last call
         self._rates: list[tuple[int, float]] = []
         self._in_epoch = 0  # those of the running epoch
         self._compiled = self._file_is_cut = False
@@ -257,7 +257,7 @@ class Recorder(Callback):
 
     def on_call(self, call: Call) -> None:
         self.of_epoch += call.spent
-        self._norm = call.gradient_norm
+        self.gradient_norm = call.gradient_norm
         if call.steady:
             self.spent += call.spent
 
@@ -281,8 +281,9 @@ class Recorder(Callback):
         self._rates.append((examples, seconds))
         rate = examples / seconds if seconds > 0 and examples else None
         line = {"epoch": self.epochs, "updates": self.updates, "seconds": round(self.seconds, 3)}
-        rest = {"examples_per_second": rate, "learning_rate": learning_rate(self.model), "gradient_norm": self._norm}
-        self._write(line | rest | {"time": dataclasses.asdict(self.of_epoch)} | logs)
+        rates = {"examples_per_second": rate, "learning_rate": learning_rate(self.model)}
+        spent = {"gradient_norm": self.gradient_norm, "time": dataclasses.asdict(self.of_epoch)}
+        self._write(line | rates | spent | logs)
         self._in_epoch = 0
 
     def _write(self, line: dict) -> None:
