@@ -8,7 +8,6 @@ Exit codes: 0 nothing fails (warnings may stand); 2 something does, or the flags
 are wrong; 130 interrupted.
 """
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -20,7 +19,6 @@ from typing import Any
 
 from absl import flags
 
-from tfdist import config
 from tfdist.cluster import addresses
 from tfdist.config import buckets, runtime_options, validation
 from tfdist.config.commands import command_line
@@ -35,41 +33,33 @@ _LEFT_S = 1.0  # for the start of Python and for printing
 _OF_TRAIN = ("strategy", "devices", "virtual_devices", "tpu", "insecure")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DoctorOptions:
-    """What to examine."""
-
-    experiment: config.Experiment
-    where: runtime_options.PlacementOptions
-    workdir: str  # a run folder, which need not exist, or its URL in a bucket; empty for the machine in general
-    master_port: int | None  # where a launcher is to meet, if somebody says so
-    time_limit: float  # seconds
-
-    @property
-    def folder(self) -> pathlib.Path:
-        """The run folder, or the one that the experiment would get."""
-        if buckets.is_url(self.workdir):
-            return buckets.copy_of(self.workdir)
-        return pathlib.Path(self.workdir or os.path.join("runs", self.experiment.name))
-
-
-def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Report:
-    """Makes all checks at once; waits for none beyond the time limit."""
-    seconds = max(options.time_limit - _LEFT_S, options.time_limit / 2)
+def examine(values: flags.FlagValues, environ: Mapping[str, str]) -> display.Report:
+    """Makes all checks at once, and waits for none beyond the time limit; `UserError` where a flag makes no sense."""
+    limit, master_port = values.time_limit, values.master_port
+    if not 0 < limit < 1e6:
+        raise UserError(f"--time_limit must be a positive number of seconds, got {limit:g}")
+    buckets.check("--workdir", values.workdir)
+    if master_port is not None:
+        addresses.checked_port(str(master_port), "--master_port")
+    experiment, where = validation.validate(values.config), runtime_options.from_flags(values)
+    seconds = max(limit - _LEFT_S, limit / 2)
     until = time.monotonic() + seconds
-    folder, workdir = options.folder, options.workdir
-    here, versions, keep = machine.look(machine.groups()), machine.versions(), options.experiment.checkpoint.keep
+    workdir = os.path.expanduser(values.workdir)
+    folder = pathlib.Path(runtime_options.workdir(experiment, where))  # or the one that the experiment would get
+    if buckets.is_url(workdir):
+        folder = buckets.copy_of(workdir)
+    here, versions, keep = machine.look(machine.groups()), machine.versions(), experiment.checkpoint.keep
     newest = checkpoints.newest_size(folder / "checkpoints") if workdir else 0
     kept = f"{workdir.rstrip('/')}/checkpoints"
     # Several checks need these, which take their time: they are under way while the checks wait for them.
     survey = later(lambda: gpus.survey(min(DRIVER_S, 0.6 * seconds)))
     answer = later(lambda: tensorflow_probe.ask(environ, 0.9 * seconds))
-    place = later(lambda: workers.find(options.where, survey.result(), environ))
+    place = later(lambda: workers.find(where, survey.result(), environ))
     saved: Future[list[checkpoints.Checkpoint]] = later(partial(checkpoints.examine, kept) if workdir else list)
 
     def ports() -> list[Finding]:
         around = place.result().cluster
-        needed, own = bool(options.master_port) or around.size > 1, workers.own_ports(around, options.master_port)
+        needed, own = bool(master_port) or around.size > 1, workers.own_ports(around, master_port)
         return [f for host, port in own for f in workers.port_here(host, port, needed)]
 
     checks = [
@@ -97,19 +87,6 @@ def examine(options: DoctorOptions, environ: Mapping[str, str]) -> display.Repor
     return display.Report(workdir, versions, here, tpu_host.hint(environ), environ, findings, *came)
 
 
-def _options() -> DoctorOptions:
-    """Reads the flags; raises `UserError` where one makes no sense."""
-    values: Any = flags.FLAGS
-    if not 0 < values.time_limit < 1e6:
-        raise UserError(f"--time_limit must be a positive number of seconds, got {values.time_limit:g}")
-    buckets.check("--workdir", values.workdir)
-    if values.master_port is not None:
-        addresses.checked_port(str(values.master_port), "--master_port")
-    experiment, where = validation.validate(values.config), runtime_options.from_flags(values)
-    workdir = os.path.expanduser(values.workdir)
-    return DoctorOptions(experiment, where, workdir, values.master_port, values.time_limit)
-
-
 def _show(report: display.Report) -> None:
     if flags.FLAGS.json:
         print(json.dumps(display.as_json(report), indent=2), flush=True)
@@ -127,7 +104,7 @@ def _show(report: display.Report) -> None:
 
 
 def _run(argv: list[str]) -> int:
-    report = examine(_options(), dict(os.environ))
+    report = examine(flags.FLAGS, dict(os.environ))
     _show(report)
     return 2 if worst(report.findings) == FAIL else 0
 
