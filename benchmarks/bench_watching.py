@@ -25,6 +25,7 @@ from tfdist.config import schedule as schedule_lib  # noqa: E402
 from tfdist.config.runtime_options import Environment  # noqa: E402
 from tfdist.data.sources import as_source  # noqa: E402
 from tfdist.monitoring import flops, monitors  # noqa: E402
+from tfdist.monitoring.recorder import Recorder  # noqa: E402
 
 EPOCHS = {"mlp": 30, "cnn": 2}
 WAYS = {
@@ -65,8 +66,8 @@ def prepared(name):
             if where:
                 folder = RunFolder(path)
                 counted = flops.FlopsModel(model, as_source(x, y), [], 1, "float32")
-                watching = monitors.Monitors(where, folder, experiment, schedule, counted)
-                called = watching.callbacks
+                recorder = Recorder(folder, schedule)
+                called = monitors.create(where, folder, experiment, schedule, counted, recorder)
             tfdist.fit(
                 model, x, y, distribution=DISTRIBUTION, batch_size=work.batch, epochs=1 + EPOCHS[name],
                 callbacks=[*called, clock], verbose=0,

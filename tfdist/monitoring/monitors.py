@@ -6,7 +6,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import keras
 import psutil
@@ -21,7 +21,7 @@ from tfdist.config.schedule import Plan
 from tfdist.distributed.gpus import DriverGPU, Survey, survey
 from tfdist.monitoring import progress
 from tfdist.monitoring.flops import FlopsModel
-from tfdist.monitoring.recorder import TIMELINE, Recorder, Segments, learning_rate, until
+from tfdist.monitoring.recorder import TIMELINE, Recorder, learning_rate, until
 from tfdist.monitoring.report.page import INPUT_LIMIT, JUDGED_S
 from tfdist.trainer.callbacks import Call, Callback, Spent
 
@@ -35,54 +35,42 @@ THINNING = 400  # later the interval is the run's seconds divided by this: a day
 FLUSH_S = 10
 
 
-class Monitors:
-    """The monitors of one run on one worker, with these GPUs; those other than the chief's only keep step with it.
+def create(
+    display: DisplayOptions,
+    folder: RunFolder,
+    experiment: config.Experiment,
+    plan: Plan,
+    flops: FlopsModel,
+    recorder: Recorder,
+    gpus: Sequence[DriverGPU] = (),
+    profiled: tuple[int, int] = (0, 0),
+    is_chief: bool = True,
+) -> list[keras.callbacks.Callback]:
+    """Returns the monitors of a run on one worker; those other than the chief's only keep step with it.
 
-    `profiled` are the first and the last update of the profile, (0, 0) for none.
+    `recorder`, whose values the others read, comes first. `gpus` are this worker's; `profiled` are the first and the
+    last update of the profile, (0, 0) for none. Some have a `stop`, to call in the end, also after an error.
     """
-
-    def __init__(
-        self,
-        display: DisplayOptions,
-        folder: RunFolder,
-        experiment: config.Experiment,
-        plan: Plan,
-        flops: FlopsModel,
-        is_chief: bool = True,
-        gpus: Sequence[DriverGPU] = (),
-        segments: Segments | None = None,
-        profiled: tuple[int, int] = (0, 0),
-    ):
-        self._flops = flops
-        self.recorder = Recorder(folder, plan, segments)
-        self.callbacks: list[keras.callbacks.Callback] = [self.recorder]  # whose values the others read
-        if is_chief:
-            usage = Usage(tuple(gpu.number for gpu in gpus))
-            board = Board(folder.path / "tensorboard") if display.tensorboard else None
-            self.callbacks += progress.create(display.progress, plan, self.recorder, usage.latest)
-            self.callbacks.append(Timeline(folder, self.recorder, usage, flops, experiment, board))
-        if profiled[1]:
-            self.callbacks.append(Profiler(*profiled, self.recorder, folder.path, is_chief))
-
-    def totals(self) -> dict[str, Any]:
-        """Returns the fields of `result.json` about memory and FLOPs."""
-        gpus = tf.config.list_logical_devices("GPU")
-        peaks = [tf.config.experimental.get_memory_info(gpu.name)["peak"] for gpu in gpus]
-        return {
-            "peak_memory_bytes": peak_memory(),
-            "peak_device_memory_bytes": max(peaks, default=None),
-            **self._flops.rates(self.recorder.examples_per_second),
-        }
-
-    def stop(self) -> None:
-        """Ends their threads, and restores the terminal; also after an error."""
-        for callback in self.callbacks:
-            getattr(callback, "stop", lambda: None)()
+    monitors: list[keras.callbacks.Callback] = [recorder]
+    if is_chief:
+        usage = Usage(tuple(gpu.number for gpu in gpus))
+        board = Board(folder.path / "tensorboard") if display.tensorboard else None
+        monitors += progress.create(display.progress, plan, recorder, usage.latest)
+        monitors.append(Timeline(folder, recorder, usage, flops, experiment, board))
+    if profiled[1]:
+        monitors.append(Profiler(*profiled, recorder, folder.path, is_chief))
+    return monitors
 
 
 def peak_memory() -> int:
     """Returns the peak resident bytes of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_device_memory() -> int | None:
+    """Returns the peak bytes of the fullest GPU; None without one."""
+    gpus = tf.config.list_logical_devices("GPU")
+    return max((tf.config.experimental.get_memory_info(gpu.name)["peak"] for gpu in gpus), default=None)
 
 
 class Usage:

@@ -16,11 +16,10 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, PeerError, TrainingError
 from tfdist.keras_bridge import layer_state
 from tfdist.models import optimizers
-from tfdist.monitoring import flops
+from tfdist.monitoring import flops, monitors
 from tfdist.monitoring import recorder as recorder_lib
-from tfdist.monitoring.monitors import Monitors
 from tfdist.monitoring.progress import numbers
-from tfdist.monitoring.recorder import Result, Segments, fingerprint
+from tfdist.monitoring.recorder import Recorder, Result, Segments, fingerprint
 from tfdist.monitoring.report import page
 from tfdist.train import early_stopping
 from tfdist.train.preparation import Preparation
@@ -48,7 +47,6 @@ class Run:
         self._model, self._data, self._checkpoints = prepared.model, prepared.data, prepared.checkpoints
         train = self._experiment.train
         self._early_stopping = [early_stopping.Patience(train.monitor, train.patience)] if train.patience else []
-        self._segments = Segments(placement.cluster, os.environ)
         self._evaluation: dict[str, float] = {}
         self._weights_sha256, self._weights_norm = "", 0.0
 
@@ -77,7 +75,8 @@ class Run:
             self._weights_sha256, self._weights_norm = fingerprint(self._model)
             raise
         finally:
-            self._monitors.stop()
+            for monitor in self._monitors:
+                getattr(monitor, "stop", lambda: None)()
         return self._finish(status, reason)
 
     def _begin_folder(self) -> None:
@@ -96,9 +95,10 @@ class Run:
         distribution, precision = self._distribution, self._experiment.train.precision
         gpus = [] if distribution.device_kind == "CPU" else list(self._placement.selection.gpus)
         names = [gpu.name for gpu in gpus]
-        work = flops.FlopsModel(self._model, self._data.train, names, distribution.workers, precision)
-        run = self._environment, self._folder, self._experiment, self._schedule, work, distribution.is_chief, gpus
-        self._monitors = Monitors(*run, self._segments, self._prepared.profiled)
+        self._flops = flops.FlopsModel(self._model, self._data.train, names, distribution.workers, precision)
+        self._recorder = Recorder(self._folder, self._schedule, Segments(self._placement.cluster, os.environ))
+        run = self._environment, self._folder, self._experiment, self._schedule, self._flops, self._recorder
+        self._monitors = monitors.create(*run, gpus, self._prepared.profiled, distribution.is_chief)
 
     def _fit(self, signals: Signals) -> None:
         experiment, schedule, prepared = self._experiment, self._schedule, self._prepared
@@ -126,7 +126,7 @@ class Run:
             reduce_dtype=optimizer.reduce_dtype,
             callbacks=[
                 *([early_stopping.Measured(fields)] if fields else []),
-                *self._monitors.callbacks,
+                *self._monitors,
                 *self._early_stopping,
                 *prepared.callbacks,
             ],
@@ -156,7 +156,7 @@ class Run:
             verbose=0,
             should_stop=signals.reason,
         )
-        self._monitors.recorder.evaluated(self._evaluation)
+        self._recorder.evaluated(self._evaluation)
 
     def _finish(self, status: str, reason: str) -> Result:
         """Saves the model, the report and the result, and logs a summary."""
@@ -193,7 +193,7 @@ class Run:
 
     def _result(self, status: str, reason: str) -> Result:
         """Returns the result so far."""
-        recorder, distribution = self._monitors.recorder, self._distribution
+        recorder, distribution = self._recorder, self._distribution
         return Result(
             status=status,
             reason=reason,
@@ -219,11 +219,13 @@ class Run:
             shards=self._experiment.train.virtual_replicas,
             arithmetic=distribution.arithmetic(),
             restarts=self._placement.cluster.attempt,
-            segments=self._segments.record(recorder.updates, reason or status),
-            goodput=self._segments.goodput(),
+            segments=recorder.segments.record(recorder.updates, reason or status),
+            goodput=recorder.segments.goodput(),
             versions=recorder_lib.versions(),
             time=dataclasses.asdict(recorder.spent),
-            **self._monitors.totals(),
+            peak_memory_bytes=monitors.peak_memory(),
+            peak_device_memory_bytes=monitors.peak_device_memory(),
+            **self._flops.rates(recorder.examples_per_second),
         )
 
 
