@@ -14,12 +14,3 @@ class Program(NamedTuple):
     def command(self) -> list[str]:
         """The program as it stands at the end of a command line."""
         return [*(["-m"] if self.is_module else []), self.name, *self.arguments]
-
-
-class Options(NamedTuple):
-    """The flags of this command that are not shared with others."""
-
-    virtual_replicas: int
-    sync_batch_norm: bool
-    show: str
-    every: str

@@ -17,7 +17,7 @@ from tfdist.config import field_syntax, runtime_options
 from tfdist.config.commands import command_line, help_page
 from tfdist.config.runtime_options import PlacementOptions, ResumeOptions
 from tfdist.errors import UserError
-from tfdist.run import Options, Program
+from tfdist.run import Program
 
 _LAUNCH = {
     "nproc_per_node": "Worker processes on this machine, or auto for one per GPU.",
@@ -100,13 +100,12 @@ def _run(argv: Sequence[str]) -> int:
         # Drawn anew in each process, it orders the sets of text from which scripts make vocabularies: each worker would
         # have its own, and a run that goes on after a kill another.
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})
-    options = Options(values.virtual_replicas, values.sync_batch_norm == "on", values.show, values.checkpoint_every)
-    if options.virtual_replicas and environment.threads is None:
+    if values.virtual_replicas and environment.threads is None:
         environment = dataclasses.replace(environment, threads=1)  # their number decides about the last bits
     with standard_error.kept():
         from tfdist.run import script
 
-    return script.run(program, environment, options)
+    return script.run(program, environment, values)
 
 
 def _launched(launch: dict[str, str], placement: PlacementOptions, program: Program) -> int:

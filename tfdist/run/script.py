@@ -18,7 +18,7 @@ from tfdist.config.runtime_options import Environment, PlacementOptions
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import PeerError, TrainingError, UserError
-from tfdist.run import Options, Program
+from tfdist.run import Program
 from tfdist.run.kept_fits import KeptFits
 from tfdist.trainer import keras_patch, worker_session
 
@@ -28,26 +28,28 @@ _NOT_DISTRIBUTED = (
 )
 
 
-def run(program: Program, environment: Environment, options: Options) -> int:
-    """Connects, runs the program under the strategy to its end, and returns its exit code."""
+def run(program: Program, environment: Environment, values: flags.FlagValues) -> int:
+    """Connects, runs the program under the strategy to its end, as the flags ask for, and returns its exit code."""
     messages.handler.stream = "stderr"
     logging.root.handlers.clear()  # of absl's, or the script's logging.basicConfig would do nothing
     where = {name: getattr(environment, name) for name in runtime_options.names(PlacementOptions)}
     distribution = connect.connect(**where)
     return worker_session.reporting_failures(
-        distribution.peers, lambda: _patched(program, distribution, environment, options)
+        distribution.peers, lambda: _patched(program, distribution, environment, values)
     )
 
 
-def _patched(program: Program, distribution: Distribution, environment: Environment, options: Options) -> int:
+def _patched(program: Program, distribution: Distribution, environment: Environment, values: flags.FlagValues) -> int:
     """Runs the program behind the patched Keras, and looks back at what it has done."""
     with contextlib.ExitStack() as stack:
-        kept = stack.enter_context(KeptFits(distribution, environment, options.every)) if environment.workdir else None
+        kept = None
+        if environment.workdir:
+            kept = stack.enter_context(KeptFits(distribution, environment, values.checkpoint_every))
         patch = keras_patch.KerasPatch(
-            distribution, options.sync_batch_norm, options.virtual_replicas, kept.call if kept else None
+            distribution, values.sync_batch_norm == "on", values.virtual_replicas, kept.call if kept else None
         )
         keras_patch.install(patch)
-        if options.show == "chief" and not distribution.is_chief:
+        if values.show == "chief" and not distribution.is_chief:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         user_functions.note_files()
         code = _executed(program, distribution)
