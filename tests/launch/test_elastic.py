@@ -339,10 +339,9 @@ def test_what_does_not_go_with_a_range_of_nodes(arguments, environ, message, pla
 def test_experiments_that_do_not_go_with_a_range_of_nodes(fields, requeue, message):
     checkpoint = config.Checkpoint(every="60 seconds" if fields is not None else "off")
     experiment = config.Experiment(train=config.Train(**(fields or {})), checkpoint=checkpoint)
-    train = launch_plan._TrainFlags(config.flat(experiment), {"requeue": requeue}, "run")
     nodes = machines.Nodes(4, 2, True, 0, "127.0.0.1", 29500, "1", machines.Waits())
     with pytest.raises(UserError, match=re.escape(message)):
-        launch_plan._check_elastic(train, nodes, 1)
+        launch_plan._check_elastic(experiment, requeue, nodes, 1)
 
 
 @pytest.mark.parametrize(

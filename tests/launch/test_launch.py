@@ -22,8 +22,10 @@ from support import many_commands
 from support.launchers import MEET, TIMEOUT_S, account, launch, marked, pipes, planned  # noqa: F401  two are fixtures
 from support.nvidia_drivers import driver, printing  # noqa: F401  driver is a fixture
 
+from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster import wire
+from tfdist.config import runtime_options
 from tfdist.errors import UserError
 from tfdist.launch import __main__ as launch_main
 from tfdist.launch import plan as launch_plan
@@ -720,9 +722,8 @@ def test_a_second_launcher_is_refused_before_it_starts_a_worker(writer):
 
 
 def test_the_folder_of_a_rehearsal_is_not_held(planned, monkeypatch):  # noqa: F811
-    where = {"insecure": False, "virtual_devices": 0, "devices": "none", "strategy": "auto"}
     for dry_run in (False, True):
-        train = launch_plan._TrainFlags({}, where | {"dry_run": dry_run}, "out")
+        train = config.Experiment(), runtime_options.Environment(devices="none", dry_run=dry_run), "out"
         monkeypatch.setattr(launch_plan, "_train_flags", lambda rest, train=train: train)
         assert planned("--", "--workdir=out").workdir == ("" if dry_run else "out")
 

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tfdist import __version__, config
 from tfdist.cluster import env_vars
@@ -18,15 +18,10 @@ from tfdist.errors import UserError
 from tfdist.launch import machines, node_agent
 from tfdist.launch.machines import JOIN_S, SCALE_S
 
+if TYPE_CHECKING:
+    from tfdist.config.runtime_options import Environment
+
 _OWN = ("devices", "workdir", "threads", "progress", "start_timeout", "stall_timeout")  # may differ between nodes
-
-
-class _TrainFlags(NamedTuple):
-    """The flags of `tfdist.train`, parsed."""
-
-    experiment: dict[str, Any]  # fields of the experiment, by dotted name
-    where: dict[str, Any]  # fields of the environment
-    workdir: str  # the run folder
 
 
 class _Parser(argparse.ArgumentParser):
@@ -119,25 +114,22 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
     else:
         rest = list(rest)
         command = (sys.executable, "-m", "tfdist.train", *rest)
-        train = _train_flags(rest)
-        where, workdir = train.where, train.workdir
-        held = "" if where["dry_run"] else workdir
-        if where["insecure"]:
+        experiment, where, workdir = _train_flags(rest)
+        held = "" if where.dry_run else workdir
+        if where.insecure:
             raise UserError(
                 "--insecure after -- would change nothing, since workers get a secret", "write it before --"
             )
-        facts |= {f"--{name}": value for name, value in train.experiment.items()}
-        facts |= {f"--{name}": value for name, value in where.items() if name not in _OWN}
-        devices = "none" if where["virtual_devices"] else where["devices"]
+        facts |= {f"--{name}": value for name, value in config.flat(experiment).items()}
+        facts |= {f"--{name}": value for name, value in dataclasses.asdict(where).items() if name not in _OWN}
+        devices = "none" if where.uses_cpu else where.devices
     nproc, shares = _divide(options.nproc_per_node or nodes.nproc, devices, environ)
-    if not own_program and (nproc > 1 or nodes.max > 1) and where["strategy"] not in ("auto", "multi_worker"):
-        instead = "start it with horovodrun" if where["strategy"] == "horovod" else "start python -m tfdist.train"
-        raise UserError(
-            f"--strategy={where['strategy']} is not for workers of tfdist.launch: {instead}, "
-            "or use --strategy=multi_worker"
-        )
+    if not own_program and (nproc > 1 or nodes.max > 1) and where.strategy not in ("auto", "multi_worker"):
+        instead = "start it with horovodrun" if where.strategy == "horovod" else "start python -m tfdist.train"
+        what = f"--strategy={where.strategy} is not for workers of tfdist.launch"
+        raise UserError(what, f"{instead}, or use --strategy=multi_worker")
     if nodes.elastic and not own_program:
-        _check_elastic(train, nodes, nproc)
+        _check_elastic(experiment, where.requeue, nodes, nproc)
     if any(shares) and devices != "all" and not own_program:
         command += ("--devices=all",)  # of those that the launcher has selected
     log_dir = os.path.expanduser(options.log_dir or "")
@@ -157,27 +149,24 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
     )
 
 
-def _check_elastic(train: _TrainFlags, nodes: machines.Nodes, nproc: int) -> None:
+def _check_elastic(experiment: config.Experiment, requeue: bool, nodes: machines.Nodes, nproc: int) -> None:
     """Raises UserError for options that do not go with an elastic job."""
-    if train.where["requeue"]:
+    if requeue:
         what = "--requeue after -- would put the whole job into the queue whenever a node joins or leaves"
         raise UserError(what, f"leave it out, or give --nnodes one number instead of {nodes.size.partition('=')[2]}")
-    batch, accumulate, virtual_replicas = (
-        int(train.experiment[f"config.train.{n}"]) for n in ("batch_size", "accumulate", "virtual_replicas")
-    )
-    if train.experiment["config.checkpoint.every"] == "off":
+    if experiment.checkpoint.every == "off":
         raise UserError(f"{nodes.size} needs checkpoints to go on from, and checkpoint.every=off", "set it to a time")
-    workers = nodes.max * nproc
-    field, given, needed = "batch_size", batch, workers * accumulate
-    if virtual_replicas:
-        field, given, needed = "virtual_replicas", virtual_replicas, workers
+    train, workers = experiment.train, nodes.max * nproc
+    field, given, needed = "batch_size", train.batch_size, workers * train.accumulate
+    if train.virtual_replicas:
+        field, given, needed = "virtual_replicas", train.virtual_replicas, workers
     if given < needed:
         what = f"{nodes.size} may become {workers} workers, too many for train.{field}={given}"
         raise UserError(what, f"use at least {needed}, or fewer nodes")
 
 
-def _train_flags(rest: Sequence[str]) -> _TrainFlags:
-    """Parses the flags of `tfdist.train`, so that a typo shows once and here."""
+def _train_flags(rest: Sequence[str]) -> "tuple[config.Experiment, Environment, str]":
+    """Parses the flags of `tfdist.train`, so that a typo shows once and here; returns the run folder, too."""
     from absl import flags
 
     from tfdist.config import runtime_options
@@ -190,7 +179,7 @@ def _train_flags(rest: Sequence[str]) -> _TrainFlags:
     finally:
         sys.argv = before
     experiment, where = validation.validate(flags.FLAGS.config), runtime_options.from_flags(flags.FLAGS)
-    return _TrainFlags(config.flat(experiment), dataclasses.asdict(where), runtime_options.workdir(experiment, where))
+    return experiment, where, runtime_options.workdir(experiment, where)
 
 
 def _divide(nproc: str, devices: str, environ: Mapping[str, str]) -> tuple[int, tuple[Mapping[str, str], ...]]:
