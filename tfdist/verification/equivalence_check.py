@@ -23,12 +23,13 @@ from tfdist.data.arrays import crc
 from tfdist.data.protocol import Source
 from tfdist.data.spec import Structure
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, preconditions, row_mixing
+from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, preconditions
 from tfdist.keras_bridge.loss import SAMPLE_ROWS
 from tfdist.keras_bridge.setups import fingerprint, may_be_rare, runs_own
 from tfdist.step import step_calls
 from tfdist.step.step import Step
-from tfdist.verification.equivalence_probe import METRIC, OUTPUT, STATE, Comparison, EquivalenceProbe, ProbeResult
+from tfdist.verification import disagreement
+from tfdist.verification.equivalence_probe import STATE, Comparison, EquivalenceProbe, ProbeResult
 
 CHOICES = ("auto", "on", "off")
 MICRO_BATCHES = 2  # into which the rows are divided with `accumulate`, whatever that is
@@ -39,10 +40,7 @@ MOST_ROUNDING = 1e-3  # where rounding alone makes more than this, the compariso
 NO_ROUNDING, NO_ROUNDING_IN_FLOAT64 = 0.05, 1e-4
 """Relative changes that rounding never makes if the same rows give the same again; in float64 of the gradient, too."""
 LARGE = 1e4  # factor of gradients by which a step of the user's own is seen to clip those of some rows only
-_LARGE_GRADIENT = "the gradient of a large loss"
-_ACROSS_ROWS = 1e-3  # relative difference of a layer's outputs that is more than rounding
 _VERB = {"train": "agree on", "test": "agree on measuring", "predict": "agree on predicting with"}
-_CONTEXT = {"train": "", "test": " in an evaluation", "predict": " in a prediction"}
 
 
 def passed_folder() -> pathlib.Path:
@@ -170,7 +168,7 @@ class RepeatedCheck:
             return
         if outcome is not None:
             found = f"found after {done} {'updates' if self._kind == 'train' else 'batches'}"
-            message = _message(self._step, probe.rows, comparison, outcome.disagreements(), probe.adding)
+            message = disagreement.message(self._step, probe.rows, comparison, outcome.disagreements(), probe.adding)
             raise UserError(f"{found}: {message}")
 
 
@@ -201,7 +199,7 @@ class _Outcome(NamedTuple):
             whole_large = probe.run(True, factor=LARGE, some=some)
             parts_large = probe.run(False, factor=LARGE, some=some)
             if whole_large.is_finite() and whole_large.gradient:
-                distances[_LARGE_GRADIENT] = whole_large.distance(parts_large)["the gradient"]
+                distances[disagreement.LARGE_GRADIENT] = whole_large.distance(parts_large)["the gradient"]
         noise, distances = _of_all_workers(probe, whole.distance(backwards), distances)
         most = 20 * max(noise.values(), default=0.0)
         conclusive = whole.is_finite() and most <= max(MOST_ROUNDING, 4 * rounding)
@@ -295,7 +293,7 @@ def _refuse_by_structure(step: Step, comparisons: Sequence[Comparison], whole: P
         for layer in batch_norm.normalizing_alone(step.model):
             kept = whole.values.get(f"{STATE} {layer.moving_mean.path!r}") if whole and layer.built else None
             if kept is None or layer.momentum == 1 or not np.array_equal(kept, np.asarray(layer.moving_mean)):
-                reason = _batch_norm_reason(layer, _fix(comparison))
+                reason = disagreement.batch_norm_reason(layer, comparison)
                 raise UserError(f"{comparison} would train different models: {reason}")
 
 
@@ -306,8 +304,8 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
     """
     if step.by_rows:
         raise UserError(
-            f"{comparison} disagree on this model{_CONTEXT[comparison.kind]}: its output depends on how many rows a "
-            "batch has, as of a matrix of their similarities",
+            f"{disagreement.found(comparison)}: its output depends on how many rows a batch has, as of a matrix of "
+            "their similarities",
             "use --strategy=default with whole batches, or accept it with --check_agreement=off",
         )
     distribution = step.distribution
@@ -358,11 +356,9 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         if comparison.kind == "train" and (probe.computed_whole or not isinstance(error, tf.errors.OpError)):
             raise
         if probe.computed_whole:
-            raise UserError(
-                f"{comparison} disagree on this model{_CONTEXT[comparison.kind]}: it cannot be computed from parts of "
-                f"a batch ({type(error).__name__}: {one_line(error, 200)})",
-                f"make it depend on each row alone, {_fix(comparison)}",
-            ) from error
+            why = f"it cannot be computed from parts of a batch ({type(error).__name__}: {one_line(error, 200)})"
+            instead = f"make it depend on each row alone, {disagreement.fix(comparison)}"
+            raise UserError(f"{disagreement.found(comparison)}: {why}", instead) from error
         _refuse_by_structure(step, [comparison])
         # The batches may have a shape that these few rows have not; what is wrong with those, too, they will say.
         logger.info(f"WARNING: not checked whether {comparison} agree: {type(error).__name__}: {one_line(error, 200)}")
@@ -375,7 +371,7 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
         logger.info(f"WARNING: not checked whether {comparison} agree: {_inconclusive_reason(probe, outcome)}")
         return False
     if disagreements := outcome.disagreements():
-        raise UserError(_message(step, rows, comparison, disagreements, probe.adding))
+        raise UserError(disagreement.message(step, rows, comparison, disagreements, probe.adding))
     if mark and differ:
         with contextlib.suppress(OSError):  # without a writable cache it is checked again
             passed_folder().mkdir(parents=True, exist_ok=True)
@@ -430,118 +426,3 @@ def _inconclusive_reason(probe: EquivalenceProbe, outcome: _Outcome) -> str:
         return "the model draws random numbers of its own"
     name = max(outcome.noise, key=outcome.noise.__getitem__)
     return f"rounding alone changes {name} by {outcome.noise[name]:.0e}"
-
-
-def _message(
-    step: Step, rows: tuple[Structure, ...], comparison: Comparison, disagreements: dict[str, float], adding: list[str]
-) -> str:
-    """Returns the line that names the part of the model that disagrees, and the fix.
-
-    `disagreements`: names of values, and by how much they differ; `adding`: the layers that call `add_loss`.
-    """
-    model, kind, fix = step.model, comparison.kind, _fix(comparison)
-    # A loss may differ since a layer's state does, and a metric since the outputs do.
-    rank = lambda name: 0 if name.startswith(STATE) else 2 if name.startswith(METRIC) else 1
-    first = min(disagreements, key=rank)
-    most = disagreements[first]
-    by = f"by {most:.0e}" if np.isfinite(most) else "in its shape, or is infinite on one side"
-    start = f"{comparison} disagree on this model{_CONTEXT[kind]}: {first} differs {by}"
-    alone = batch_norm.normalizing_alone(model)
-    beyond_metrics = any(not name.startswith(METRIC) for name in disagreements)
-    if kind == "train" and alone and comparison.parts == "replicas" and beyond_metrics:
-        return f"{start}, since {_batch_norm_reason(alone[0], fix)}"
-    if first.startswith(STATE):
-        after = "after an update" if kind == "train" else "after it"
-        if comparison.parts == "virtual replicas":
-            return (
-                f"{start} {after}, since virtual replicas average the floats, and add up the integers, that "
-                f"layers change: leave virtual_replicas out, {fix}"
-            )
-        return f"{start} {after}: add it up over the replicas (tf.distribute.get_replica_context()), {fix}"
-    own = "" if kind == "predict" else step.own_steps[kind]
-    if first == _LARGE_GRADIENT:
-        return (
-            f"{start}: {own} of {type(model).__name__} changes gradients by their size, as a clip does, before they "
-            f"are summed; give the optimizer global_clipnorm or clipnorm instead, {fix}"
-        )
-    if own and kind == "train":
-        return f"{start}: what {own} of {type(model).__name__} computes is not a mean over examples; make it one, {fix}"
-    if first == "add_loss":
-        return f"{start}, which layer {', '.join(adding)} gives: make it a mean over the examples, {fix}"
-    if first.startswith(METRIC):
-        return f"{start}: leave it out, {fix}"
-    searched = (_layer_across_rows(step, rows[0], seed) for seed in range(4))  # in some orders they may agree
-    if layer := row_mixing.operation(model) or next(filter(None, searched), ""):
-        return f"{start}, since layer {layer!r} looks at the other rows of a batch: change that, {fix}"
-    if own:
-        return f"{start}: what {own} of {type(model).__name__} gives is not a mean over examples; make it one, {fix}"
-    if first.startswith(OUTPUT):
-        method = preconditions.replaced(model, preconditions.PREDICTION)
-        whose = f"{method} of {type(model).__name__}" if method else "the model"
-        return f"{start}: {whose} looks at the other rows of a batch; change that, {fix}"
-    return f"{start}: use a loss with a value per example, {fix}"
-
-
-def _batch_norm_reason(layer: keras.Layer, fix: str) -> str:
-    return (
-        f"layer {layer.name!r} normalizes with the rows of its own replica: call tfdist.synchronize_batch_norm(model) "
-        f"before compile(), or freeze it (trainable=False), {fix}"
-    )
-
-
-def _fix(comparison: Comparison) -> str:
-    accept = "or accept it with --check_agreement=off"
-    if comparison.parts == "micro-batches":
-        return f"leave accumulate out, {accept}"
-    if comparison.kind == "train":
-        return accept
-    instead = "leave virtual_replicas out" if comparison.parts == "virtual replicas" else "use --strategy=default"
-    return f"{instead}, {accept}"
-
-
-def _layer_across_rows(step: Step, x: Structure, seed: int) -> str:
-    """Returns the first layer whose output for a row depends on the rows beside it; an empty string if there is none.
-
-    It is searched for in Python, op by op: only a model that is refused pays for that.
-    """
-    model = step.model
-    try:
-        with (
-            step.distribution.scope(),
-            layer_state.unchanged([*model.non_trainable_variables, *model.metrics_variables]),
-        ):
-            count = keras.tree.flatten(x)[0].shape[0]
-            order = np.random.default_rng(seed).permutation(count) if seed else np.arange(count)
-            x = keras.tree.map_structure(lambda t: tf.gather(t, order), x)
-            whole = _layer_outputs(step, x)
-            part = _layer_outputs(step, keras.tree.map_structure(lambda t: t[count // 2 :], x))
-    except Exception:  # whatever a layer of the user's own may do outside of a replica
-        return ""
-    for (name, all_rows), (_, last_rows) in zip(whole, part):  # cumulative sums of the first need no others
-        for a, b in zip(all_rows, last_rows):
-            if a.shape[:1] == b.shape[:1] or a[-len(b) :].shape != b.shape or a.dtype.kind not in "fc":
-                continue
-            if np.linalg.norm(a[-len(b) :] - b) > _ACROSS_ROWS * max(float(np.linalg.norm(b)), 1e-6):
-                return name
-    return ""
-
-
-def _layer_outputs(step: Step, x: Structure) -> list[tuple[str, list[np.ndarray]]]:
-    """Returns the floating outputs of each layer by name, inner layers before the outer one."""
-    outputs_by_layer: list[tuple[str, list[np.ndarray]]] = []
-
-    def recording(layer: keras.Layer) -> Callable:
-        original = layer.call
-
-        def call(*args: object, **kwargs: object) -> Structure:
-            outputs = original(*args, **kwargs)
-            leaves = [leaf for leaf in keras.tree.flatten(outputs) if tf.is_tensor(leaf) and leaf.dtype.is_floating]
-            outputs_by_layer.append((layer.name, [np.asarray(leaf, np.float64) for leaf in leaves]))
-            return outputs
-
-        return call
-
-    layers = keras_internals.flat_layers(step.model, include_self=False)
-    with keras_internals.replaced("call", [(layer, recording(layer)) for layer in layers]):
-        step.replica.forward(x, training=False)
-    return outputs_by_layer
