@@ -175,12 +175,21 @@ def drawing(kind):
         "generator": lambda x: x + generator.normal(tf.shape(x)),
         "operation": lambda x: tf.image.random_brightness(x, 3.0, seed=2),
     }.get(kind, lambda x: x + tf.ensure_shape(tf.numpy_function(lambda: np.float32(noise[kind]()), [], "float32"), []))
-    data = tf.data.Dataset.from_tensor_slices((x, x[:, 0, 0])).map(lambda x, y: (change(x), y))
+    change = tf.function(change) if kind == "global" else change
+
+    def examples():
+        yield from ((row + of_numpy.normal(), row[0, 0]) for row in x)
+
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, 0, 0]))
+    if kind == "python examples":
+        data = tf.data.Dataset.from_generator(examples, output_signature=data.element_spec)
+    else:
+        data = data.map(lambda x, y: (change(x), y))
     return data.batch(8, drop_remainder=kind == "numpy")
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", ["layer", "generator", "operation", "numpy", "global", "python"])
+@pytest.mark.parametrize("kind", ["layer", "generator", "operation", "numpy", "global", "python", "python examples"])
 @pytest.mark.parametrize("replicas, steps", [(1, None), (2, None), (2, 4)])
 def test_what_a_data_set_draws_is_what_it_draws_for_keras(connect, tmp_path, kind, replicas, steps):
     """Looks at the first batch drew, and reading ahead did so by an amount that depended on the time."""

@@ -171,7 +171,8 @@ def reachable(roots: Iterable[object], ends: tuple[type, ...] = ()) -> Iterator[
     pending = list(roots)
     while pending:
         thing = pending.pop()
-        thing = unwrapped(thing) if inspect.isfunction(thing) else thing
+        is_wrapper = callable(thing) and not isinstance(thing, type) and hasattr(thing, "__wrapped__")  # as tf.function
+        thing = unwrapped(thing) if is_wrapper else thing
         if isinstance(thing, _WITHOUT_ATTRIBUTES) or id(thing) in visited:
             continue
         visited[id(thing)] = thing
@@ -187,7 +188,7 @@ def reachable(roots: Iterable[object], ends: tuple[type, ...] = ()) -> Iterator[
         elif isinstance(thing, types.FunctionType):
             pending += values_read(thing).values()
         elif not isinstance(thing, type) and (is_own(type(thing)) or type(thing).__module__.startswith("keras.")):
-            pending += [*getattr(thing, "__dict__", {}).values(), *own_attributes(thing)]
+            pending += [*attributes(thing).values(), *own_attributes(thing)]
 
 
 def values_read(function: types.FunctionType) -> dict[str, object]:
@@ -261,6 +262,12 @@ def is_users_object(thing: object) -> bool:
 
 def _place(module: object) -> str:
     return getattr(module, "__file__", None) or ("" if getattr(module, "__name__", "") == "__main__" else os.__file__)
+
+
+def attributes(thing: object) -> dict[str, Any]:
+    """Returns what an object holds by name, also in slots."""
+    slots = [name for kind in type(thing).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(thing, name)]
+    return {name: getattr(thing, name) for name in slots} | getattr(thing, "__dict__", {})
 
 
 def own_attributes(thing: object) -> list[tuple[str, Any]]:

@@ -32,7 +32,7 @@ def drawn(dataset: tf.data.Dataset) -> list[Any]:
         graph = function.function.graph
         found += written(graph, list(graph.variables))
         if any(operation.type in ("PyFunc", "EagerPyFunc") for operation in _operations(graph)):
-            found += _generators(user_functions.unwrapped(function._func))
+            found += _generators(function._func)
     found += [each for part in dataset._inputs() for each in drawn(part)]
     return list({id(each): each for each in found}.values())
 
@@ -40,8 +40,10 @@ def drawn(dataset: tf.data.Dataset) -> list[Any]:
 def _generators(function: object) -> list[Any]:
     """Returns the generators of Python's and NumPy's that a function reaches; the global ones if it names `random`."""
     found = list[Any]()
-    for thing in user_functions.reachable([function]):
+    for thing in list[Any](user_functions.reachable([function])):
         found += [each for each in (thing, getattr(thing, "__self__", None)) if isinstance(each, _GENERATORS)]
+        found += _generators(thing._generator) if type(thing).__name__ == "_GeneratorState" else []  # of from_generator
+        found += drawn(thing) if isinstance(thing, tf.data.Dataset) else []
         code = getattr(thing, "__code__", None) if user_functions.is_own(thing) else None
         if code and any(name == "random" for _, name in user_functions.operations(code)):
             found += _GLOBAL

@@ -85,10 +85,8 @@ def _held(part: Any, is_own: bool) -> tuple[dict[str, Any], list[tuple[str, Any]
 
 def attributes(part: object) -> dict[str, Any]:
     """Returns the attributes of an object but those that Keras' classes store, of which some lead to other models."""
-    slots = [name for kind in type(part).__mro__ for name in vars(kind).get("__slots__", ()) if hasattr(part, name)]
-    held = {name: getattr(part, name) for name in slots} | getattr(part, "__dict__", {})
     usual = _stored_by_keras(type(part).__mro__) if isinstance(part, _WITH_STATE) else ()
-    return {name: value for name, value in held.items() if name not in usual}
+    return {name: value for name, value in user_functions.attributes(part).items() if name not in usual}
 
 
 @functools.cache
