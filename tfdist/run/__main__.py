@@ -6,7 +6,9 @@ device. Exit codes: the script's own; 2 the input or the environment is wrong; 1
 
 import dataclasses
 import glob
+import json
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
 
@@ -19,17 +21,7 @@ from tfdist.config.runtime_options import PlacementOptions, ResumeOptions
 from tfdist.errors import UserError
 from tfdist.run import Program
 
-_LAUNCH = {
-    "nproc_per_node": "Worker processes on this machine, or auto for one per GPU.",
-    "nnodes": "Machines, N or MIN:MAX; run the command on each.",
-    "node_rank": "Which of them this is, from 0 on.",
-    "master_addr": "Address of node 0.",
-    "master_port": "Port there.",
-    "max_restarts": "Restarts of all workers after a failure.",
-    "join_timeout": "With MIN:MAX, seconds to wait at first for more machines than MIN.",
-    "rejoin_timeout": "With MIN:MAX, seconds to wait later for MIN machines.",
-    "scale_wait": "With MIN:MAX, seconds to wait for others when a machine comes.",
-}
+_LAUNCH: dict[str, str] = json.loads(pathlib.Path(__file__).with_name("launch_options.json").read_text())
 _USAGE = "write tfdist run [flags] SCRIPT [arguments], or -m MODULE [arguments]"
 
 

@@ -58,21 +58,12 @@ class Topology:
     target: str = ""  # a GPU, as XLA describes it
 
 
-_PEAKS = {"v5e": (197e12, 819e9, 200e9), "v6e": (918e12, 1.64e12, 448e9), "v5p": (459e12, 2.765e12, 600e9)}
-"""bfloat16 FLOP/s, bytes per second from memory, and over the interconnect, of a chip: Google Cloud's data sheets."""
+_ROWS = json.loads(pathlib.Path(__file__).with_name("tpus.json").read_text())
+TPUS = {name: Topology(name, "tpu", **row) for name, row in _ROWS.items()}
+"""TPUs of one host, by the name that Google Cloud gives them; what they have is from its data sheets.
 
-
-TPUS = {
-    name: Topology(name, "tpu", replicas, f"TPU {kind}", gib * GIB, f"{kind}:{shape}", bandwidth, link, flops)
-    for name, replicas, gib, shape in (
-        ("v5e-1", 1, 16, "1x1"), ("v5e-4", 4, 16, "2x2"), ("v5e-8", 8, 16, "2x4"),
-        ("v6e-1", 1, 32, "1x1"), ("v6e-4", 4, 32, "2x2"), ("v6e-8", 8, 32, "2x4"),
-        ("v5p-8", 4, 95, "2x2x1"),  # Cloud counts its cores, of which two are one device
-    )
-    for kind in [name.partition("-")[0]]
-    for flops, bandwidth, link in [_PEAKS[kind]]
-}  # fmt: skip
-"""TPUs of one host, by the name that Google Cloud gives them."""
+Of a v5p it counts the cores, of which two are one device.
+"""
 
 
 def find(name: str) -> Topology:
