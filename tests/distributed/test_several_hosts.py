@@ -83,7 +83,7 @@ def by_mpirun(start, hosts, *flags):
 
 WAYS = [
     # how, strategy, what stands in the reason for it
-    pytest.param(by_hand, "multi_worker", "--strategy", id="by-hand", marks=pytest.mark.whole),
+    pytest.param(by_hand, "multi_worker", "asked for", id="by-hand", marks=pytest.mark.whole),
     pytest.param(by_launch, "multi_worker", "tfdist.launch", id="launch"),
     pytest.param(by_horovodrun, "horovod", "horovodrun", id="horovodrun", marks=pytest.mark.whole),
     pytest.param(by_mpirun, "multi_worker", "Open MPI", id="mpirun", marks=pytest.mark.faults),

@@ -360,7 +360,7 @@ def test_a_second_build_waits_for_the_first(site):
     folder.mkdir(parents=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        line = one_line(one.run(setup="horovod_build.LIMIT_S = -1"), 2)
+        line = one_line(one.run(setup="workspace.LIMIT_S = -1"), 2)
         assert f"another build of Horovod holds {folder / 'lock'} for -1 s: end it and run again" in line
         process = one.run(popen=True)
         assert process.stdout.readline() == "tfdist: another build of Horovod is running: waiting for it\n"

@@ -325,6 +325,7 @@ BAD_INPUT = [
     (["--nnodes=1:4"], "--nnodes=1:4 needs --master_addr: the address of node 0 in the network of the nodes"),
     (["--nnodes=2"], "--nnodes=2 needs --master_addr: the address of node 0"),
     (["--node_rank=1"], "--node_rank=1 does not exist with --nnodes=1: ranks of nodes count from 0 on"),
+    (["--max_restarts=" + "9" * 5000], "--max_restarts must be an integer of at least 0, got " + "9" * 40),
     (["--master_port=70000"], "--master_port must be an integer from 0 to 65535, got 70000"),
     (["--nnodes=2", "--master_addr=127.0.0.1", "--master_port=0"], "--master_port=0 means any free port"),
     (["--max_restarts=-1"], "--max_restarts must be an integer of at least 0, got -1"),

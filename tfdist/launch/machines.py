@@ -148,10 +148,11 @@ def secret(nodes: Nodes, insecure: bool, environ: Mapping[str, str]) -> str:
 def whole(name: str, value: str | int, least: int, most: float = math.inf) -> int:
     """Reads an integer within limits, or raises UserError."""
     text = str(value)
-    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+    is_number = text.isascii() and text.isdigit() and len(text) < 20  # Python reads no number of 4,300 digits
+    if not is_number or not least <= int(text) <= most:
         limits = f"of at least {least}" if most == math.inf else f"from {least} to {most:g}"
         also = ", or auto" if name == "--nproc_per_node" else ""
-        raise UserError(f"{name} must be an integer {limits}{also}, got {text or 'nothing'}")
+        raise UserError(f"{name} must be an integer {limits}{also}, got {text[:40] or 'nothing'}")
     return int(text)
 
 
