@@ -59,7 +59,7 @@ def scope(model: keras.Model, distribution: Distribution, virtual_replicas: int 
         raise UserError(
             f"the model was created under {type(model.distribute_strategy).__name__} and is used with the "
             f"distribution {distribution.name!r}",
-            "create it inside `with distribution.scope():` of the one that "
+            "create it in the main thread, inside `with distribution.scope():` of the one that "
             "tfdist.connect() returned, and use it with that",
         )
     stateful = keras_internals.stateful_layers(model)
