@@ -205,11 +205,13 @@ def another_node(pieces):
     near, connection = pair()
     with Events() as events:
         link = node_agent.NodeLink(connection, registration.Member(**NODE), events, node_agent.EVENTS)
-        spoken(near, pieces)
+        speaker = threading.Thread(target=spoken, args=(near, pieces))  # more than the sockets hold waits for a reader
+        speaker.start()
         while not link.lost:
             events.wait(LIMIT_S)
             link.take()
         connection.close()
+        speaker.join(LIMIT_S)
     adversary.is_one_line(link.lost)
 
 
