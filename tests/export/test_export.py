@@ -1,6 +1,7 @@
 """`python -m tfdist.export`: what is written gives what the model gives, without tfdist; what does not is not kept."""
 
 import json
+import resource
 import sys
 
 import keras
@@ -346,6 +347,20 @@ def test_an_operation_that_a_format_does_not_know(tmp_path):
     ):
         export.export(asked, ["litert"], tmp_path / "out", False)
     assert [p.name for p in tmp_path.iterdir()] == ["m.keras"]
+
+
+@pytest.mark.parametrize("name", ["saved_model", "onnx"])
+def test_a_full_disk_is_told_in_one_line(name, tmp_path):
+    """TensorFlow's own error ended in a traceback, and that of the system was taken for the format's."""
+    asked, _ = run_of(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(TrainingError, match=r"^--output=.*/out cannot be written \(File too large.*\)$"):
+            export.export(asked, [name], tmp_path / "out", False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert only_the_run(tmp_path)
 
 
 def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from tfdist import config
 from tfdist.config import field_syntax, runtime_options
 from tfdist.config.commands import command_line
 from tfdist.config.messages import logger
-from tfdist.errors import TrainingError, UserError
+from tfdist.errors import TrainingError, UserError, one_line
 from tfdist.inference import job, trained_model
 
 NEEDED = {"saved_model": (), "onnx": ("tf2onnx", "onnx", "onnxruntime"), "litert": ("ai_edge_litert",)}
@@ -70,8 +70,9 @@ def export(asked: trained_model.ModelRequest, formats: list[str], output: pathli
         temporary.rename(output)
         if before:
             shutil.rmtree(before, ignore_errors=True)
-    except OSError as error:
-        raise TrainingError(f"--output={output} cannot be written ({error.strerror or error})") from None
+    except formats_lib.DISK_ERRORS as error:
+        why = getattr(error, "strerror", None) or one_line(error).rpartition("; ")[2]  # of TensorFlow, with the path before it
+        raise TrainingError(f"--output={output} cannot be written ({why})") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

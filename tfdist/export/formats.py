@@ -41,6 +41,7 @@ FILES = {"saved_model": "saved_model", "onnx": "model.onnx", "litert": "model.tf
 TOLERANCES = {"saved_model": 1e-5, "onnx": 1e-4, "litert": 1e-4}
 """Largest difference that is put down to rounding, relative to the largest output if that is above 1."""
 HALF = 2e-2  # the same bound for models that compute in half precision, which round differently in another graph
+DISK_ERRORS = OSError, tf.errors.OutOfRangeError, tf.errors.ResourceExhaustedError  # of a full or broken disk
 _TIME_LIMIT_S = 600.0
 _Trials = dict[str, np.ndarray]  # inputs and expected outputs, named as `verify` wants them
 
@@ -251,6 +252,8 @@ def _quiet(name: str) -> Iterator[None]:
         with standard_error.kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
+    except DISK_ERRORS:
+        raise
     except Exception as error:  # each converter has its own
         line = one_line(error, 300)
         raise TrainingError(f"the model cannot be written as {name} ({line}): leave {name} out of --formats") from error

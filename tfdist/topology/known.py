@@ -60,10 +60,7 @@ class Topology:
 
 _ROWS = json.loads(pathlib.Path(__file__).with_name("tpus.json").read_text())
 TPUS = {name: Topology(name, "tpu", **row) for name, row in _ROWS.items()}
-"""TPUs of one host, by the name that Google Cloud gives them; what they have is from its data sheets.
-
-Of a v5p it counts the cores, of which two are one device.
-"""
+"""TPUs of one host, by Google Cloud's names, of which v5p-8 counts cores, two of a device; from its data sheets."""
 
 
 def find(name: str) -> Topology:
