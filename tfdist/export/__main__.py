@@ -71,7 +71,7 @@ def export(asked: trained_model.ModelRequest, formats: list[str], output: pathli
         if before:
             shutil.rmtree(before, ignore_errors=True)
     except formats_lib.DISK_ERRORS as error:
-        why = getattr(error, "strerror", None) or one_line(error).rpartition("; ")[2]  # of TensorFlow, with the path before it
+        why = getattr(error, "strerror", None) or one_line(error).rpartition("; ")[2]  # after the path, of TensorFlow
         raise TrainingError(f"--output={output} cannot be written ({why})") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
