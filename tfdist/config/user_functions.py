@@ -171,7 +171,8 @@ def reachable(roots: Iterable[object], ends: tuple[type, ...] = ()) -> Iterator[
     pending = list(roots)
     while pending:
         thing = pending.pop()
-        is_wrapper = callable(thing) and not isinstance(thing, type) and hasattr(thing, "__wrapped__")  # as tf.function
+        # As of tf.function; objects that answer to any name are none.
+        is_wrapper = callable(thing) and not isinstance(thing, type) and "__wrapped__" in getattr(thing, "__dict__", ())
         thing = unwrapped(thing) if is_wrapper else thing
         if isinstance(thing, _WITHOUT_ATTRIBUTES) or id(thing) in visited:
             continue
