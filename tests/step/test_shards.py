@@ -189,23 +189,22 @@ def test_the_ends_of_the_range_of_floats():
 def in_floats(self, distribution, kept, tops, whole, number):
     """Adds up in floats, each replica its own and then what arrives."""
     ones = [
-        kind.scale(tf.fill([len(kind.small) + len(kind.large)], float(kind.layout.bias)), 1) for kind in self._kinds
+        kind.scale(tf.fill([len(kind.small) + len(kind.large)], float(kind.layout.bias)), 1)[1] for kind in self._kinds
     ]
     sums = [tf.reduce_sum(array.stack(), 0) for array in kept]
     return self._unpacked(distribution.all_sum([*sums, whole]), ones)
 
 
-def by_replica(self, state):
+def by_replica(self, *arguments, begun=virtual_replicas.VirtualState.__init__):
     """Seeds that depend on the replica."""
-    replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
-    return tf.random.stateless_uniform(
-        [self._parts, 2], tf.cast(state, tf.int64) + replica, minval=None, maxval=None, dtype=tf.uint32
-    )
+    begun(self, *arguments)
+    replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.uint32)
+    self._streams = [tf.bitwise.bitwise_xor(stream, replica) for stream in self._streams]
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "owner, name, mutant", [(ExactSum, "total", in_floats), (virtual_replicas.VirtualState, "_stream", by_replica)]
+    "owner, name, mutant", [(ExactSum, "total", in_floats), (virtual_replicas.VirtualState, "__init__", by_replica)]
 )
 def test_a_mutant_is_noticed(owner, name, mutant, connect, monkeypatch):
     case = next(c for c in sharded_cases.CASES if c.name == "dropout")
