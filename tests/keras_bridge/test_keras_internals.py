@@ -26,8 +26,10 @@ PRIVATE_OF_OTHERS = {
     "_exit",  # os
     "_generate_examples",  # which every builder of `datasets` implements, in data/datasets/huggingface.py
     "_get_function",  # TensorFlow's graph, in monitoring/flops.py
-    "_functions",  # of a `tf.data.Dataset`, in data/batches.py
-    "_inputs",  # the same
+    "_functions",  # of a `tf.data.Dataset` and of TensorFlow's graph, in data/draws.py
+    "_func",  # of one of these, the same
+    "_generator",  # of `tf.data.Dataset.from_generator`, the same
+    "_inputs",  # of a `tf.data.Dataset`, the same, and in data/batches.py
     "_reshuffle_each_iteration",  # the same
     "_initialize_local_devices",  # TensorFlow's strategy, in distributed/strategies/multi_worker.py
 }
