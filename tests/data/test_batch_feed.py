@@ -219,6 +219,29 @@ def test_validation_data_that_draw_and_have_no_end(connect):
     assert len(tfdist.fit(model, drawing("numpy"), epochs=2, verbose=0, **options).history["val_loss"]) == 2
 
 
+def test_an_object_that_holds_the_data_sets_which_its_methods_change(connect):
+    """The search for what they draw from went round in a circle."""
+
+    class Data:
+        def __init__(self):
+            self.generator, x = np.random.default_rng(1), np.ones((20, 3), "float32")
+            self.one, self.other = (
+                tf.data.Dataset.from_tensor_slices((x, x[:, :1])).map(self.changed).batch(4) for _ in range(2)
+            )
+
+        def changed(self, x, y):
+            noise = tf.numpy_function(lambda: np.float32(self.generator.normal()), [], tf.float32)
+            return x + tf.ensure_shape(noise, []), y
+
+    histories = []
+    for fit, options in (keras.Model.fit, {}), (tfdist.fit, {"distribution": connect(1)}):
+        keras.utils.set_random_seed(1)
+        model, data = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]), Data()
+        model.compile("sgd", "mse")
+        histories.append(fit(model, data.one, epochs=2, verbose=0, **options).history["loss"])
+    np.testing.assert_allclose(*histories, rtol=1e-5)
+
+
 def test_a_cache_that_may_have_no_end_or_is_cut_is_not_read():
     read = []
 

@@ -174,9 +174,8 @@ class BatchFeed(Feed):
     def __init__(self, source: Batches, layout: Layout, once: bool = False, across: bool = False):
         self.batches = source.batches
         self._source, self._layout = source, layout
-        self._draws = bool(draws.drawn(source.dataset))
-        # To read ahead into the next epoch would draw for it.
-        once = once or (not across and (self._draws or draws.begins_anew(source.dataset)))
+        self._draws = bool(draws.drawn(source.dataset, set()))
+        once = once or (not across and (self._draws or draws.begins_anew(source.dataset)))  # or draws would be ahead
         self._stored = source.dataset
         if (self.batches or (across and self.batches is None)) and not once:
             # A new iterator per epoch would start with empty buffers; one that repeats goes on reading.
@@ -186,8 +185,8 @@ class BatchFeed(Feed):
         self._full = layout.even and sizes == {layout.batch}
         self._order = BatchOrder()
         self._keeps, self._kept = False, dict[int, tuple]()  # batches by their updates
-        self._began = 0  # update whose batch the iterator gave first
-        self._first = self._end = 0  # updates that the epoch began with, and up to which it has been read
+        # Updates whose batch the iterator gave first, with which the epoch began, and up to which it has been read.
+        self._began = self._first = self._end = 0
         self._inputs_agree: bool | None = None  # unknown before the first call
         self._dataset = self._decoded(self._stored)
         self._iterator: tf.data.Iterator | None = None

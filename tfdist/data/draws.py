@@ -25,25 +25,28 @@ def written(graph: tf.Graph, variables: list[tf.Variable]) -> list[tf.Variable]:
     return [v for v, inner in captured if v is not None and any(o.type not in _READING for o in inner.consumers())]
 
 
-def drawn(dataset: tf.data.Dataset) -> list[Any]:
+def drawn(dataset: tf.data.Dataset, seen: set[int]) -> list[Any]:
     """Returns the variables that functions of a data set write, such as a layer's seed, and the generators they use."""
+    if id(dataset) in seen:  # the object whose methods are its functions may hold it
+        return []
+    seen.add(id(dataset))
     found = list[Any]()
     for function in dataset._functions():
         graph = function.function.graph
         found += written(graph, list(graph.variables))
         if any(operation.type in ("PyFunc", "EagerPyFunc") for operation in _operations(graph)):
-            found += _generators(function._func)
-    found += [each for part in dataset._inputs() for each in drawn(part)]
+            found += _generators(function._func, seen)
+    found += [each for part in dataset._inputs() for each in drawn(part, seen)]
     return list({id(each): each for each in found}.values())
 
 
-def _generators(function: object) -> list[Any]:
+def _generators(function: object, seen: set[int]) -> list[Any]:
     """Returns the generators of Python's and NumPy's that a function reaches; the global ones if it names `random`."""
     found = list[Any]()
     for thing in list[Any](user_functions.reachable([function])):
         found += [each for each in (thing, getattr(thing, "__self__", None)) if isinstance(each, _GENERATORS)]
-        found += _generators(thing._generator) if type(thing).__name__ == "_GeneratorState" else []  # of from_generator
-        found += drawn(thing) if isinstance(thing, tf.data.Dataset) else []
+        found += _generators(thing._generator, seen) if type(thing).__name__ == "_GeneratorState" else []
+        found += drawn(thing, seen) if isinstance(thing, tf.data.Dataset) else []
         code = getattr(thing, "__code__", None) if user_functions.is_own(thing) else None
         if code and any(name == "random" for _, name in user_functions.operations(code)):
             found += _GLOBAL
@@ -52,8 +55,7 @@ def _generators(function: object) -> list[Any]:
 
 def begins_anew(dataset: tf.data.Dataset) -> bool:
     """Returns whether each iterator of a data set has random operations, which draw from their beginning again."""
-    graphs = [function.function.graph for function in dataset._functions()]
-    seeded = any("seed2" in operation.node_def.attr for graph in graphs for operation in _operations(graph))
+    seeded = any("seed2" in o.node_def.attr for f in dataset._functions() for o in _operations(f.function.graph))
     return seeded or any(map(begins_anew, dataset._inputs()))
 
 
@@ -66,12 +68,11 @@ def _operations(graph: tf.Graph) -> list[tf.Operation]:
 @contextlib.contextmanager
 def unmoved(dataset: tf.data.Dataset) -> Iterator[None]:
     """Restores what functions of a data set draw from: a look at a batch draws as much as is read ahead meanwhile."""
-    sources = drawn(dataset)
-    before = [_state(source) for source in sources]
+    before = [(source, _state(source)) for source in drawn(dataset, set())]
     try:
         yield
     finally:
-        for source, state in zip(sources, before):
+        for source, state in before:
             _restore(source, state)
 
 
