@@ -130,6 +130,24 @@ def test_what_is_no_setting_is_none():
     assert made() == first
 
 
+class Anneals(keras.callbacks.Callback):
+    def __init__(self, most):
+        super().__init__()
+        self.set(most)
+
+    def set(self, most):
+        self.rate = most
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.optimizer.learning_rate = self.rate / (epoch + 1)
+
+
+def test_a_setting_that_the_constructor_leaves_to_a_method():
+    model = keras.Sequential([keras.Input((2,)), L.Dense(1)])
+    made = lambda most: setups.of_callbacks(model, [Anneals(most)])
+    assert made(0.5) == made(0.5) != made(0.25)
+
+
 @pytest.mark.parametrize("settings, name", [({"scale": 2.0}, "scale"), ([3.0, 2.0], 1)], ids=["dict", "list"])
 def test_settings_that_are_changed_in_place(settings, name):
     """A cell of a notebook that trained once more with another number gave back the earlier weights."""

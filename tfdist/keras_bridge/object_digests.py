@@ -50,10 +50,9 @@ def of_object(part: Any, left_out: Iterable[str] = OF_MODEL, model: keras.Model 
     made = ""
     _TOLD[id(part)] = part, made
     try:
-        made = digest([text(each, left_out) for each in (part, *_held(part, is_own))])
-        _TOLD[id(part)] = part, made
-    except Exception:  # of attributes that cannot be read
-        pass
+        with contextlib.suppress(Exception):  # of attributes that cannot be read
+            made = digest([text(each, left_out) for each in (part, *_held(part, is_own))])
+            _TOLD[id(part)] = part, made
     finally:
         if is_first:
             _TOLD.clear()
@@ -75,8 +74,9 @@ def _held(part: Any, is_own: bool) -> tuple[dict[str, Any], list[tuple[str, Any]
     elif is_own:
         # Callbacks keep what they show, which may be drawn.
         containers += (np.ndarray, tf.Tensor) if isinstance(part, keras.callbacks.Callback) else ()
-        given, _ = user_functions.stored(value for name, value in of_classes if name in ("__init__", "build"))
-        lasting = lambda n, v: not isinstance(v, containers) and (n in given or n not in changing)
+        stored = lambda *names: user_functions.stored(v for n, v in of_classes if n in names)[0]
+        passing = stored("call") - stored("__init__", "build")  # such as the seconds that a call took
+        lasting = lambda n, v: not isinstance(v, containers) and n not in passing
         held = {n: v for n, v in held.items() if lasting(n, v) and _is_constant(v, named(n))}
     changing, containers = user_functions.stored(value for _, value in of_classes)
     kept = [(n, v) for n, v in of_classes if n not in changing and not isinstance(v, containers)]
