@@ -573,6 +573,22 @@ print("done", int(model.optimizer.iterations))
         assert "it stopped: of this worker" in done.stderr
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("units, rate", [("1", "RANK / 2"), ("8 + RANK", "0")])
+def test_workers_whose_scripts_create_other_variables_are_told(units, rate, script, tmp_path):
+    """The advice was --strategy=mirrored, or there was a traceback of a collective that had another type."""
+    (tmp_path / "other.py").write_text(f"""
+import os, keras, numpy as np
+RANK = int(os.environ["RANK"])
+model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense({units}), keras.layers.Dropout({rate})])
+model.compile("sgd", "mse")
+model.fit(np.ones((32, 4)), np.ones((32, 1)), batch_size=8, verbose=0)
+""")
+    done = script("--nproc_per_node=2", program=("other.py",))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "another creates another variable: run the same script with the same arguments" in done.stderr
+
+
 def test_a_metric_that_never_resets_is_named_by_all_workers(script, tmp_path):
     """Each decided by itself whether its copy was suspect, and one summed other rows than the other."""
     (tmp_path / "total.py").write_text("""

@@ -48,8 +48,6 @@ class Distribution:
     """Sums each dense tensor of a list over all replicas."""
     all_gather: "Callable[[list[tf.Tensor]], list[tf.Tensor]]" = lambda tensors: tensors
     """Concatenates each flat tensor of a list over all replicas, in their order; on all it has the same size."""
-    average: "Callable[[list[keras.Variable]], None]" = lambda variables: None
-    """Sets each floating-point variable to its mean over all replicas."""
     broadcast: "Callable[[list[keras.Variable]], None]" = lambda variables: None
     """Gives each variable the chief's value, where creating it under `scope` did not."""
     creating: Callable[[AbstractContextManager[object]], AbstractContextManager[object]] = lambda scope: scope

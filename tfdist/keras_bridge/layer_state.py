@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -195,10 +196,17 @@ def average_statistics(model: keras.Model, distribution: Distribution, virtual_r
 
     With virtual replicas every device has the same, and a mean over three of them would round it.
     """
-    if virtual_replicas:
+    if virtual_replicas or distribution.replicas == 1:
         return
+    variables = averaged(model)
+    key = [id(distribution), *map(id, variables)]
+    if _AVERAGING.get(model, ([],))[0] != key:
+        _AVERAGING[model] = key, averaging(variables, distribution)
     with distribution.peers.during("call"):
-        distribution.average(averaged(model))
+        _AVERAGING[model][1]()
+
+
+_AVERAGING: weakref.WeakKeyDictionary[keras.Model, tuple[list[int], Callable[[], object]]] = weakref.WeakKeyDictionary()
 
 
 def averaged(model: keras.Model) -> list[keras.Variable]:
@@ -206,6 +214,17 @@ def averaged(model: keras.Model) -> list[keras.Variable]:
     kept = {id(v) for v in keras_internals.fixed_variables(model)}  # rounding would let go of those, bit by bit
     gathered = [v for v in model.non_trainable_variables if id(v) not in kept]
     return [v for v in gathered if v.dtype.startswith(("float", "bfloat"))]
+
+
+def averaging(variables: list[keras.Variable], distribution: Distribution) -> Callable[[], object]:
+    """Returns a function, compiled at its first call, that sets each variable to its mean over all replicas."""
+
+    def mean() -> None:
+        sums = distribution.all_sum([tf.convert_to_tensor(v.value) for v in variables])
+        for variable, total in zip(variables, sums):
+            keras_internals.write_copy(variable.value, total / distribution.replicas)
+
+    return tf.function(lambda: distribution.run(mean, ()), autograph=False) if variables else lambda: None
 
 
 def settle(model: keras.Model, distribution: Distribution, virtual_replicas: int = 0) -> None:

@@ -186,8 +186,8 @@ class OwnedOptimizer:
         scale, steps = self._optimizer.dynamic_scale, self._optimizer.step_counter
 
         def good() -> tf.Tensor:
-            factor = 1.0 / tf.convert_to_tensor(scale)
-            unscaled = [None if g is None else g * tf.cast(factor, g.dtype) for g in grads]
+            # Divides, as Keras: the reciprocal of most scales is rounded, and that of 2.0**127 is flushed to zero.
+            unscaled = [None if g is None else keras.ops.divide(g, scale) for g in grads]
             self._apply_fused(_added(unscaled, penalty_grads), [])  # all sums exist: they were looked at
             grow = tf.equal(tf.convert_to_tensor(steps), self._optimizer.dynamic_growth_steps - 1)
             scale.assign(tf.where(grow, scale * 2.0, scale))

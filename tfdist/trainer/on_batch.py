@@ -179,7 +179,7 @@ class _OnBatch:
         else:
             layer_state.average_statistics(model, distribution, virtual)
             equivalence_check.check_forward(step, kind, source, options.check_agreement, virtual)
-        self._average = tf.function(lambda: distribution.average(averaged), autograph=False) if averaged else None
+        self._average = layer_state.averaging(averaged, distribution)
         if kind != "predict":
             preconditions.targets(model, step.output_shape, source)
             self.totals = step.totals(kind) if step.own_steps[kind] else None
@@ -219,8 +219,7 @@ class _OnBatch:
         if variables is not None and variables != len(step.model.metrics_variables):
             self._late = keras_internals.RESETS_ON_BATCH
         self._repeated.after(1, lambda: batch)
-        if self._average:  # somebody may read or save the statistics at any time
-            self._average()
+        self._average()  # somebody may read or save the statistics at any time
         return result
 
     def _function(self, shapes: tuple, columns: tuple) -> tuple[Callable, tf.Tensor, slice | None]:

@@ -124,6 +124,9 @@ PROGRAMS = [
     trained("MultiOptimizer", by_layer, headed),
     trained("MultiOptimizer and weights without a gradient", by_kind, beside),
     trained("LossScaleOptimizer", lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=1024.0)),
+    trained("LossScaleOptimizer without an exact reciprocal",
+            lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=1000.0), precision="float64",
+            tolerance=1e-12),
     trained(
         "LossScaleOptimizer that grows",
         lambda: optimizers.LossScaleOptimizer(

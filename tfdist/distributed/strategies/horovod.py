@@ -120,11 +120,6 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
     def all_gather(tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
         return tensors if hvd.size() == 1 else gather_by_sum(tensors, all_sum, hvd.rank(), hvd.size())
 
-    def average(variables: "list[keras.Variable]") -> None:
-        totals = all_sum([tf.convert_to_tensor(v.value) for v in variables])
-        for variable, total in zip(variables, totals):
-            variable.assign(total / hvd.size())
-
     def broadcast(variables: "list[keras.Variable]") -> None:
         if hvd.size() > 1:
             hvd.broadcast_variables([v.value for v in variables], root_rank=0)
@@ -145,7 +140,6 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
         replica_id=hvd.rank,
         all_sum=all_sum,
         all_gather=all_gather,
-        average=average,
         broadcast=broadcast,
         communication="horovod",
         unsummed=("bfloat16",),

@@ -7,7 +7,7 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:
-    import keras
+    pass
 
 
 def default(reason: str, device: str = "CPU:0", jit: str = "off") -> Distribution:
@@ -41,13 +41,6 @@ def mirrored(names: tuple[str, ...], reason: str, jit: str = "off") -> Distribut
     def all_gather(tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
         return [tf.distribute.get_replica_context().all_gather(tensor, 0) for tensor in tensors]
 
-    def average(variables: "list[keras.Variable]") -> None:
-        for variable in variables:
-            copies = getattr(variable.value, "values", (variable.value,))
-            mean = sum_in_order([tf.identity(copy) for copy in copies]) / len(copies)
-            for copy in copies:
-                copy.assign(mean)
-
     return Distribution(
         name="mirrored",
         reason=reason,
@@ -60,5 +53,4 @@ def mirrored(names: tuple[str, ...], reason: str, jit: str = "off") -> Distribut
         replica_id=lambda: tf.distribute.get_replica_context().replica_id_in_sync_group,
         all_sum=all_sum,
         all_gather=all_gather,
-        average=average,
     )

@@ -20,7 +20,6 @@ from tfdist.distributed.shared_memory_sum import SharedMemorySum
 from tfdist.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    import keras
     import tensorflow as tf
 
 
@@ -147,19 +146,6 @@ def create(
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         return collectives.gather_by_sum(tensors, all_sum, replica, replicas)
 
-    averages: dict[tuple[int, ...], Callable[[], None]] = {}  # a compiled function for each list of variables
-
-    def average(variables: "list[keras.Variable]") -> None:
-        def mean() -> None:
-            for variable, total in zip(variables, all_sum([tf.convert_to_tensor(v.value) for v in variables])):
-                variable.assign(total / replicas)
-
-        if variables:
-            key = tuple(id(v) for v in variables)
-            if key not in averages:
-                averages[key] = tf.function(lambda: strategy.run(mean), autograph=False)
-            averages[key]()
-
     shared = shared_memory_sum.between(peers) if may_share else None
     if shared:
         in_memory = SharedMemory(shared, replicas)
@@ -185,25 +171,27 @@ def create(
         replica_id=lambda: tf.distribute.get_replica_context().replica_id_in_sync_group,
         all_sum=all_sum,
         all_gather=all_gather,
-        average=average,
-        creating=_saying_what_cannot_travel,
+        creating=_explaining_failed_broadcasts,
         peers=peers,
         communication="shared memory" if shared else communication,
     )
 
 
 @contextlib.contextmanager
-def _saying_what_cannot_travel(scope: contextlib.AbstractContextManager[object]) -> Iterator[object]:
-    """Enters the scope of the strategy, in which a variable that the chief cannot send is refused in one line."""
+def _explaining_failed_broadcasts(scope: contextlib.AbstractContextManager[object]) -> Iterator[object]:
+    """Enters the scope of the strategy; UserError for a variable that the chief cannot send, or that others lack."""
     import tensorflow as tf
 
     def create(creator: "Callable[..., tf.Variable]", **kwargs: Any) -> "tf.Variable":
         try:
             return creator(**kwargs)
-        except tf.errors.InvalidArgumentError as error:
+        except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
+            dtype = tf.as_dtype(kwargs["dtype"]).name if kwargs.get("dtype") else "this type"
+            if "ollective instance" in str(error):  # of another type or shape
+                what = f"this worker creates {kwargs.get('name')!r} of {dtype} where another creates another variable"
+                raise UserError(what, "run the same script with the same arguments on all workers") from None
             if "CollectiveBcast" not in str(error):
                 raise
-            dtype = tf.as_dtype(kwargs["dtype"]).name if kwargs.get("dtype") else "this type"
             raise UserError(
                 f"a variable of {dtype} cannot be created with multi_worker, where TensorFlow sends the chief's first "
                 "value to the others and cannot send this type",

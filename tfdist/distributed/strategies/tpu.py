@@ -14,14 +14,11 @@ from collections.abc import Callable, Mapping
 from concurrent import futures
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-
 from tfdist.distributed import child_process, tpu_host
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    import keras
     import tensorflow as tf
 
 T = TypeVar("T")
@@ -78,14 +75,6 @@ def of(strategy: "tf.distribute.Strategy", reason: str) -> Distribution:
     def all_sum(tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
         return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
 
-    def average(variables: "list[keras.Variable]") -> None:
-        for variable in variables:
-            copies = getattr(variable.value, "values", (variable.value,))
-            # On the host: an operation of its own would be compiled for each variable.
-            mean = np.sum(np.stack([copy.numpy() for copy in copies]), 0) / len(copies)
-            for copy in copies:
-                copy.assign(mean.astype(copy.dtype.as_numpy_dtype))
-
     alone = replicas == 1
     return Distribution(
         name="tpu",
@@ -98,7 +87,6 @@ def of(strategy: "tf.distribute.Strategy", reason: str) -> Distribution:
         local=strategy.experimental_local_results,
         replica_id=lambda: 0 if alone else tf.distribute.get_replica_context().replica_id_in_sync_group,
         all_sum=(lambda tensors: tensors) if alone else all_sum,
-        average=(lambda variables: None) if alone else average,
         static_shapes=True,
         lacks=("float16", "float64"),
     )
