@@ -264,6 +264,32 @@ def test_a_csv_logger_keeps_its_rows_through_a_resume(append, connect, tmp_path)
         assert rows("cut.csv", 3, checkpoints=kept(tmp_path, every="1000 steps")) == expected
 
 
+@pytest.mark.parametrize("every", ["1000 steps", "7 steps"])
+@pytest.mark.parametrize("data", [shuffled, of_unknown_length])
+def test_files_that_callbacks_have_written_after_the_last_checkpoint_do_not_count(
+    data, every, connect, tmp_path, monkeypatch
+):
+    """A backup moved a training on whose checkpoints were older, or that had none yet, with other callbacks' states."""
+
+    def run(name, dies=None, **options):
+        def begins(self, epoch, logs=None):
+            if epoch == dies:
+                raise KeyError("killed")
+
+        monkeypatch.setattr(keras.callbacks.CSVLogger, "on_epoch_begin", begins)
+        made = without_average(connect(1))
+        halves = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, min_delta=9.0, factor=0.5)
+        log = keras.callbacks.CSVLogger(tmp_path / f"{name}.csv", append=True)
+        callbacks = [halves, keras.callbacks.BackupAndRestore(tmp_path / name), log]
+        history = tfdist.fit(made, data(), epochs=6, verbose=0, callbacks=callbacks, **options)
+        return history.epoch, fingerprint(made), (tmp_path / f"{name}.csv").read_text()
+
+    for epoch in (2, 4):
+        with pytest.raises(KeyError, match="killed"):
+            run("cut", epoch, checkpoints=kept(tmp_path, every=every))
+    assert run("cut", checkpoints=kept(tmp_path, every=every)) == run("whole")
+
+
 @pytest.mark.parametrize("best_only", [False, True])
 def test_a_model_checkpoint_writes_the_same_files_after_a_resume_within_an_epoch(best_only, connect, tmp_path):
     def files(name, stop=None, **options):

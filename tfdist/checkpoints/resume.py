@@ -45,6 +45,7 @@ class Position:
     sums: list[float] = dataclasses.field(default_factory=list)  # its losses times examples; see `results.Totals`
     examples: float = 0.0  # seen in the running epoch
     skipped: list[int] = dataclasses.field(default_factory=list)  # updates at which the loss was not finite
+    first_epoch: int | None = None  # in which the training began, from which orders count; None up to 0.2.0
 
 
 class LoadedCheckpoint(NamedTuple):

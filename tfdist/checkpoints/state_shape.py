@@ -72,6 +72,7 @@ _POSITION: Shape = {
     "sums": list_of(number),
     "examples": number,
     "skipped": list_of(count),
+    "first_epoch": optional(count),
 }
 _BEST: Shape = {"value": optional(number), "update": optional(count), "metric": text}
 

@@ -175,13 +175,13 @@ def capture_callbacks(callbacks: keras.callbacks.CallbackList) -> dict[str, Stat
 def _put_back(logger: keras.callbacks.CSVLogger, rows: str, keys: list[str] | None) -> None:
     """Lets the file go on behind the rows of a checkpoint, without those of later epochs; `keys`: of this fit."""
     file = logger.csv_file
-    if rows and file:
+    if file:
         file.truncate(0)
         file.seek(0)
         file.write(rows)
         file.flush()
         if keys is None:
-            logger.append_header = False
+            logger.append_header = not rows
         else:  # not by `append_header`, which another fit with the same object would find
             logger.keys = list(keys)
             logger.writer = csv.DictWriter(file, ["epoch", *keys], delimiter=logger.sep)

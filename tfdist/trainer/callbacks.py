@@ -164,6 +164,12 @@ def is_chief_only(callback: keras.callbacks.Callback) -> bool:
     return isinstance(callback, WRITERS) if chief_only is None else bool(chief_only)
 
 
+def keep_files(callbacks: keras.callbacks.CallbackList) -> bool:
+    """Returns whether a callback goes on, when a training begins, with a file that an earlier one has left."""
+    kinds = keras.callbacks.BackupAndRestore, keras.callbacks.CSVLogger
+    return any(isinstance(c, kinds) and getattr(c, "append", True) for c in map(_original, callbacks.callbacks))
+
+
 def no_whole_optimizer(callbacks: keras.callbacks.CallbackList, distribution: Distribution) -> None:
     """Refuses callbacks that write the optimizer within `fit`, where each of several workers has slices of it."""
     for callback in map(_original, callbacks.callbacks if distribution.workers > 1 else []):

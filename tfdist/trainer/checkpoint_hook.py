@@ -33,11 +33,8 @@ class CheckpointHook:
     def _place(self, position: Position) -> tuple[int, int, int, bool]:
         return position.update, position.epoch, position.begun, position.measured
 
-    def begin(self, position: Position, rollback: bool) -> Position:
-        """Returns where the training begins, or resumes.
-
-        `rollback`: whether `roll_back` may be needed, and so a checkpoint to go back to.
-        """
+    def begin(self, position: Position, saves: bool) -> Position:
+        """Returns where the training begins, or resumes; `saves`: whether it needs a checkpoint of its beginning."""
         if self._checkpoints is None:
             return position
         self._run.distribution.peers.on_loss = self._checkpoints.write_held
@@ -47,7 +44,7 @@ class CheckpointHook:
             return resumed
         if self._run.distribution.workers == 1:
             self._checkpoints.hold(self._run, position)
-        if rollback:
+        if saves:
             self._save(position)
         return position
 

@@ -88,13 +88,16 @@ class FitLoop:
         epoch = callbacks_lib.restored_epoch(self._model, self._callbacks, self._distribution)
         if epoch:
             self._position = self._plan.start_of(epoch)
-        self._start = start = dataclasses.replace(self._position)
         self._sliced: zero.SlicedState | None = None
         if self._options.zero_stage:
             callbacks_lib.no_whole_optimizer(self._callbacks, self._distribution)
             self._sliced = zero.begin(self._model, self._distribution)
         self._prepare_calls()
-        self._position = self._checkpoints.begin(start, rollback=self._options.on_nonfinite == "rollback")
+        # Their files would be ahead of a training that was killed before its first checkpoint.
+        saves = self._keep_files or self._options.on_nonfinite == "rollback"
+        self._position = self._checkpoints.begin(dataclasses.replace(self._position), saves)
+        first = self._position.first_epoch
+        self._start = start = self._plan.start_of(self._options.initial_epoch if first is None else first)
         self._model.stop_training = self._position.stopped  # scripts ask it afterwards
         self._sync_check.check_if_due(self._model, self._position.update)
         if self._goes_on():
@@ -108,7 +111,9 @@ class FitLoop:
         # Those may save the model within an epoch, which needs its statistics averaged before.
         writers = filter(callbacks_lib.is_chief_only, self._callbacks.callbacks)
         saves = any(map(callbacks_lib.needs_every_batch, writers))
-        self._norm, self._averages = agreement.any_worker(self._distribution, "what callbacks want", norm, saves)
+        files = callbacks_lib.keep_files(self._callbacks)
+        wanted = agreement.any_worker(self._distribution, "what callbacks want", norm, saves, files)
+        self._norm, self._averages, self._keep_files = wanted
         self._sync_check = ReplicaSyncCheck(self._distribution)
         self._read = self._position.update  # the update up to which the feed has been read
 
@@ -169,7 +174,8 @@ class FitLoop:
                 self._logs.update({f"val_{name}": value for name, value in values.items()})
             self._callbacks.on_epoch_end(epoch, self._logs)
         stopped = self._model.stop_training
-        self._position = Position(position.update, epoch + 1, stopped=stopped, skipped=position.skipped)
+        kept = {"skipped": position.skipped, "first_epoch": position.first_epoch}
+        self._position = Position(position.update, epoch + 1, stopped=stopped, **kept)
         due, label = self._checkpoints.due(), f"the end of epoch {epoch + 1}"
         decisions = agreement.agree(self._distribution, self._model, label, 0.0, options.should_stop, due)
         self._position.stopped = self._model.stop_training

@@ -107,7 +107,7 @@ class TrainingPlan:
 
     def start_of(self, epoch: int) -> Position:
         """Returns the position at the beginning of an epoch."""
-        return Position(update=epoch * (self.updates_per_epoch or 0), epoch=epoch)
+        return Position(update=epoch * (self.updates_per_epoch or 0), epoch=epoch, first_epoch=epoch)
 
     def run(self) -> TrainingRun:
         """Returns the training as checkpoints see it."""
