@@ -174,8 +174,10 @@ class FitLoop:
                 self._logs.update({f"val_{name}": value for name, value in values.items()})
             self._callbacks.on_epoch_end(epoch, self._logs)
         stopped = self._model.stop_training
-        kept = {"skipped": position.skipped, "first_epoch": position.first_epoch}
-        self._position = Position(position.update, epoch + 1, stopped=stopped, **kept)
+        first = position.first_epoch
+        self._position = Position(
+            position.update, epoch + 1, stopped=stopped, skipped=position.skipped, first_epoch=first
+        )
         due, label = self._checkpoints.due(), f"the end of epoch {epoch + 1}"
         decisions = agreement.agree(self._distribution, self._model, label, 0.0, options.should_stop, due)
         self._position.stopped = self._model.stop_training
