@@ -207,7 +207,7 @@ def test_runs_on_other_data_are_not_ranked_together(sweep):
     assert sweep([32, 64], line) == 0
     assert sweep([32, 64, 16], line) == 1
     assert [row["status"] for row in sweep.record()["rows"]] == ["completed", "completed", "refused"]
-    assert "the data have changed since train.batch_size=32" in sweep.record()["rows"][-1]["reason"]
+    assert "data or code have changed since train.batch_size=32" in sweep.record()["rows"][-1]["reason"]
 
 
 @pytest.mark.parametrize(
@@ -223,6 +223,9 @@ def test_runs_on_other_data_are_not_ranked_together(sweep):
         ("data.eval_split", ["test", "train"], "a target", True),
         ("data.eval_split", ["test", "train"], "a target of the validation", False),
         ("data.name", ["digits", "synthetic"], "a target", False),
+        ("data.name", ["digits", "synthetic"], "the code of targets.py", True),
+        ("train.precision", ["float32", "float64"], "the code of targets.py", True),
+        ("model.options", ["units=8", "units=16"], "the code of targets.py", True),
         ("optimizer.name", ["sgd", "adam"], "a target", True),
         ("optimizer.name", ["sgd", "adam"], "the setup of the model (Keras", True),
         ("model.options", ["units=8", "units=16"], "the setup of the model (Keras", False),

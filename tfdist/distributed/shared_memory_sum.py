@@ -23,6 +23,11 @@ from tfdist.cluster import addresses
 from tfdist.cluster.peers import Peers
 from tfdist.config import host_memory
 
+
+class LostWorkerError(RuntimeError):
+    """A sum waits for a worker that is lost; in a graph, TensorFlow makes an error of its own of it."""
+
+
 PIECE = 1 << 18  # bytes of a slot
 MOST = 8  # workers. Each reads what all have written; beyond, a ring moves less.
 _LINE = 64  # bytes that a processor sends another one at a time; and the alignment that TensorFlow wants of an array
@@ -122,7 +127,7 @@ class SharedMemorySum:
                 time.sleep(0)  # which lets other threads of Python go on
                 continue
             if self._peers.failure:
-                raise RuntimeError(f"a collective sum has lost worker {rank}")
+                raise LostWorkerError(f"a collective sum has lost worker {rank}")
             time.sleep(min(waited * _SLEEP_PART, _LONGEST_SLEEP_S))
 
     def _result(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -221,7 +221,7 @@ def _complaint(error: Exception) -> UserError | None:
     return next((UserError(f"{complaint[0]}{advice}") for complaint, advice in found if complaint), None)
 
 
-def cause(error: tf.errors.OpError | UnicodeDecodeError, peers: Peers) -> Exception:
+def cause(error: Exception, peers: Peers) -> Exception:
     """Returns what an error of TensorFlow means: a lost worker, if the others know of one and it may be that."""
     if complaint := _complaint(error):
         return complaint

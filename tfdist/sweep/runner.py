@@ -24,7 +24,7 @@ from tfdist.cluster.peers import differing_facts
 from tfdist.compare import trial
 from tfdist.config import schedule
 from tfdist.config.messages import logger
-from tfdist.config.user_functions import SETUP
+from tfdist.config.user_functions import CODE, SETUP
 from tfdist.errors import TrainingError, UserError, shown
 from tfdist.monitoring.report import run_files
 from tfdist.sweep import results, space
@@ -267,7 +267,7 @@ class Sweep:
             swept = {field for field in values if before[field] != values[field]}
             for fact, *_ in differing_facts(facts(name), facts(space.folder(values))):
                 if _may_be_compared(fact, swept, str([(before[field], values[field]) for field in swept])):
-                    return f"the data have changed since {name} ({fact}): use another --workdir"
+                    return f"data or code have changed since {name} ({fact}): use another --workdir"
         return ""
 
     @contextlib.contextmanager
@@ -330,6 +330,8 @@ _FOLLOWING = {
 
 def _may_be_compared(fact: str, swept: set[str], values: str) -> bool:
     """Tells whether runs in which these fields differ, with these values, must have this fact in common."""
+    if fact.startswith(CODE):
+        return True
     follows = [words for start, words in _FOLLOWING.items() if any(field.startswith(start) for field in swept)]
     if any(word in fact for words in follows for word in words):
         return False

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from tfdist.cluster.peers import Peers
+from tfdist.distributed.shared_memory_sum import LostWorkerError
 from tfdist.errors import TrainingError, UserError
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ def _failure(error: BaseException, peers: Peers) -> BaseException:
 
     if isinstance(error, SystemExit):
         return TrainingError(f"something in the run called sys.exit({error.code!r}): let the training end by itself")
-    return step_calls.cause(error, peers) if isinstance(error, tf.errors.OpError) else error
+    return step_calls.cause(error, peers) if isinstance(error, (tf.errors.OpError, LostWorkerError)) else error
 
 
 class Signals:
