@@ -229,6 +229,30 @@ def test_calls_of_fit_see_the_examples_in_different_orders(patched):
         assert sorted(first) == sorted(second) and first != second
 
 
+def test_functions_that_are_made_anew_see_what_has_changed(patched):
+    """`make_train_function(force=True)` and its like had no effect: changed layers computed as before."""
+
+    def made():
+        model = compiled()
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+        before = model.evaluate(X, Y, verbose=0)
+        model.predict(X, verbose=0)
+        model.layers[0].activation = keras.activations.tanh
+        for kind in ("train", "test", "predict"):
+            getattr(model, f"make_{kind}_function")(force=True)
+        measured = model.evaluate(X, Y, verbose=0)
+        assert measured != before
+        predicted = model.predict(X, verbose=0)
+        return measured, predicted, model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history["loss"]
+
+    keras.utils.set_random_seed(3)
+    expected = made()
+    patched(2)
+    keras.utils.set_random_seed(3)
+    for ours, theirs in zip(made(), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_the_latest_connection_is_patched_in(monkeypatch, connect):
     try:
         tfdist.patch_keras(connect(2))

@@ -108,8 +108,9 @@ def compiled_parts(model: keras.Model, distribution: Distribution) -> tuple:
 def _key(model: keras.Model, distribution: Distribution) -> tuple[int | str, ...]:
     # A layer's `synchronized` is read while the step is traced: one that is set between two fits would do nothing.
     synchronized = "".join(str(int(layer.synchronized)) for layer in keras_internals.batch_norms(model))
-    owners = (id(owner) for owner in _owners(model, distribution))
-    return (distribution.jit, distribution.static_shapes, synchronized, *owners)
+    # Keras' functions, which nothing here calls, are others after `make_train_function(force=True)`, to trace anew.
+    made = model.train_function, model.test_function, model.predict_function
+    return (distribution.jit, distribution.static_shapes, synchronized, *map(id, made + _owners(model, distribution)))
 
 
 @contextlib.contextmanager
