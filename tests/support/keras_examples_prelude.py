@@ -312,7 +312,8 @@ def replace(keras):
     def dense(self, grads, *arguments):
         return apply(self, [g if g is None else tf.convert_to_tensor(g) for g in grads], *arguments)
 
-    next(c for c in keras.optimizers.Optimizer.__mro__ if "apply" in vars(c)).apply = dense
+    if "tfdist" not in sys.modules:  # which sums them itself, and refuses another `apply`
+        next(c for c in keras.optimizers.Optimizer.__mro__ if "apply" in vars(c)).apply = dense
     for module in vars(keras.applications).values():
         for name, made in list(vars(module).items()) if isinstance(module, types.ModuleType) else ():
             if name[0].isupper() and callable(made):
