@@ -103,6 +103,32 @@ def test_stopped_anywhere_and_resumed_ends_with_the_same_bits(replicas, data, co
     assert done[1] == whole[1]
 
 
+@pytest.mark.parametrize("draw", [keras.random.normal, tf.random.normal])
+def test_layers_that_draw_without_a_seed_of_their_own_draw_on_or_it_is_told(draw, connect, tmp_path, said):
+    """Each checkpoint was without the state of Keras' own generator, and nothing told of TensorFlow's."""
+    x = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
+
+    class Noise(keras.layers.Layer):
+        def call(self, inputs, training=False):
+            return inputs + draw(keras.ops.shape(inputs)) if training else inputs
+
+    def run(stop=None, **options):
+        keras.utils.clear_session()  # as a new process
+        keras.utils.set_random_seed(1)
+        model = training_cases.compiled(keras.Sequential([keras.Input((4,)), Noise(), L.Dense(5)]))
+        options |= {} if stop is None else {"should_stop": training_cases.StopAt(stop)}
+        try:
+            return tfdist.fit(model, x, x[:, 0] > 0, 8, 4, 0, distribution=connect(1), **options).history
+        except Interrupted:
+            return None
+
+    whole = run()
+    assert run(stop=5, checkpoints=kept(tmp_path, every="1000 steps")) is None
+    resumed = run(checkpoints=kept(tmp_path, every="1000 steps"))
+    told = [line for line in said if "draws by TensorFlow's RandomStandardNormal, whose state is in no check" in line]
+    assert (resumed == whole, len(told)) == ((True, 0) if draw is keras.random.normal else (False, 2))
+
+
 def test_what_recurrent_layers_carry_on_is_part_of_it(connect, tmp_path):
     x = np.random.default_rng(0).normal(size=(24, 3, 4)).astype(np.float32)
 

@@ -415,6 +415,15 @@ def test_labels_out_of_range_are_named(connect):
         tfdist.fit(small(connect(1)), tf.data.Dataset.from_tensor_slices((x, y)).batch(8), verbose=0)
 
 
+def test_a_draw_without_a_seed_is_told_where_each_replica_would_make_a_generator(connect):
+    """Keras' generator belongs to a thread, and each replica is traced in one of its own: a page of TensorFlow's."""
+    with connect(2).scope():
+        noise = L.Lambda(lambda x, training=None: x + keras.random.normal(keras.ops.shape(x)) if training else x)
+        model = training_cases.compiled(keras.Sequential([keras.Input((4,)), noise, L.Dense(5)]))
+    with pytest.raises(tfdist.UserError, match=r"created on the first call: give keras.random a seed=keras.random"):
+        tfdist.fit(model, np.ones((16, 4)), np.zeros(16), 8, verbose=0, distribution=connect(2), check_agreement="off")
+
+
 def test_a_model_of_another_scope_is_refused(connect):
     with pytest.raises(
         tfdist.UserError,

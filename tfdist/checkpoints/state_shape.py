@@ -60,8 +60,10 @@ _STATE: Shape = {
     "cpu_kernels": text,
     "data_sha256": text,
     "facts": by_name(lambda value: isinstance(value, int | float | str | list)),
+    "keras_random": optional(list_of(count)),
 }
-_LATER = {"cpu_kernels": "", "data_sha256": "", "facts": {}}  # earlier versions had none
+# Earlier versions had none of these.
+_LATER: dict[str, Any] = {"cpu_kernels": "", "data_sha256": "", "facts": {}, "keras_random": None}
 _POSITION: Shape = {
     "update": count,
     "epoch": count,

@@ -81,6 +81,7 @@ def state_of(
         "experiment": dict(experiment),
         "data_sha256": data_sha256,
         "facts": dict(facts),
+        "keras_random": keras_internals.random_state(),  # of calls of keras.random without a seed
         "callbacks": capture_callbacks(run.callbacks),
         "history": {k: [_plain(k, v) for v in values] for k, values in run.model.history.history.items()},
         "epochs": list(run.model.history.epoch),
@@ -119,6 +120,8 @@ def restore(
     ]
     if odd and run.distribution.is_chief:
         logger.info(f"WARNING: results may not be bit-identical from here on: {'; '.join(odd)}")
+    if state.get("keras_random"):
+        keras_internals.set_random_state(state["keras_random"])
     restore_callbacks(run.callbacks, state["callbacks"])
     others = [callback for name, callback in training_state.named(run.callbacks) if name not in state["callbacks"]]
     anew = {type(callback).__name__ for callback in filter(starts_anew, others)}

@@ -153,7 +153,7 @@ def run(
     except UNREADABLE as error:
         raise explained(error, feed, update, peers) from error
     except ValueError as error:
-        if misfit := preconditions.input_misfit(error):
+        if misfit := preconditions.input_misfit(error) or _complaint(error):
             raise misfit from error
         raise
     finally:
@@ -248,5 +248,10 @@ _COMPLAINTS = (
         ": make them alike in the data",
     ),
     (r"stateful layers carry on .*? is made for", ""),
+    (
+        r"tf\.function only supports singleton tf\.Variables created on the first call",
+        ": give keras.random a seed=keras.random.SeedGenerator() that is made in the layer's __init__, and make "
+        "variables in its build",
+    ),
     (r"Received a label value of .*? outside the valid range of \[.*?\)", ": correct labels or the model's last layer"),
 )

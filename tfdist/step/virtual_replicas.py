@@ -120,14 +120,24 @@ that it does not."""
 _WRITES = ("Assign", "ResourceScatter")  # prefixes of operations that change a variable
 
 
+def kinds_of(graph: tf.Graph) -> set[str]:
+    """Returns the types of the operations of a graph and its functions."""
+    functions = graph.as_graph_def().library.function
+    return {op.type for op in graph.get_operations()} | {node.op for f in functions for node in f.node_def}
+
+
+def drawing(kinds: set[str]) -> list[str]:
+    """Returns which of these types of operations depend on what a device has drawn before."""
+    return sorted(kinds.intersection(_RANDOM.split()))
+
+
 def _check_graph(graph: tf.Graph, own: set[int]) -> None:
     """Refuses operations that depend on the device of a virtual replica, or on what that has computed before.
 
     `own`: ids of the tensors in its graph that are variables of `VirtualState`.
     """
-    functions = graph.as_graph_def().library.function
-    kinds = {op.type for op in graph.get_operations()} | {node.op for f in functions for node in f.node_def}
-    for kind in sorted(kinds.intersection(_RANDOM.split())):
+    kinds = kinds_of(graph)
+    for kind in drawing(kinds):
         raise UserError(
             f"the model draws random numbers by TensorFlow's {kind}, which depend on the device",
             "draw them by keras.random with a keras.random.SeedGenerator that is an attribute of the layer, or leave "

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from tfdist.checkpoints import resume
 from tfdist.checkpoints.manager import Checkpoints
@@ -13,6 +14,7 @@ from tfdist.config.messages import logger
 from tfdist.data.batch_layout import Layout
 from tfdist.errors import TrainingError
 from tfdist.keras_bridge import layer_state, setups
+from tfdist.step import virtual_replicas
 from tfdist.step.step_calls import OutOfMemory
 from tfdist.trainer import callbacks as callbacks_lib
 from tfdist.trainer.agreement import NOTHING_DUE, Decisions, Due
@@ -49,8 +51,8 @@ class CheckpointHook:
         return position
 
     @contextlib.contextmanager
-    def noting_foreign_state(self) -> Iterator[None]:
-        """Warns, after the first call, of variables that it writes and that a checkpoint does not hold."""
+    def noting_foreign_state(self, call: Any, arguments: tuple) -> Iterator[None]:
+        """Warns, after the first call with these arguments, of what it changes and a checkpoint does not hold."""
         if self._checkpoints is None:
             yield
             return
@@ -63,6 +65,14 @@ class CheckpointHook:
                 f"checkpoint ({', '.join(sorted(names))}): create them in a layer with add_weight to resume with them"
             )
         self._foreign |= names
+        graph = None if self._run.model.run_eagerly else call.get_concrete_function(*arguments).graph
+        kinds = virtual_replicas.drawing(virtual_replicas.kinds_of(graph)) if graph else []
+        if {*kinds} - self._foreign:
+            logger.info(
+                f"WARNING: the model draws by TensorFlow's {', '.join(kinds)}, whose state is in no checkpoint: a "
+                "resume goes on with other numbers; draw by keras.random with a SeedGenerator of the layer"
+            )
+        self._foreign.update(kinds)
 
     def limit(self, position: Position) -> float:
         """Returns how many updates there may be before the next checkpoint, or the next one to skip."""

@@ -258,7 +258,7 @@ class FitLoop:
         totals.refresh()
         start = time.perf_counter()
         arguments = (part.feed, tf.constant(part.first), tf.constant(part.last), *totals.arguments())
-        with contextlib.nullcontext() if steady else self._checkpoints.noting_foreign_state():
+        with contextlib.nullcontext() if steady else self._checkpoints.noting_foreign_state(call, arguments):
             result = CallResult(*step_calls.run(step, call, arguments, feed, position.update))
         done = int(result.done)
         if not done:
