@@ -17,9 +17,8 @@ _MEMORY = "/memfd:tfdist "
 class Offer:
     """Memory that others can open until this is closed; what they have mapped by then stays. Raises OSError."""
 
-    TOKEN_BYTES = 32  # at its beginning, which tell it from what another container may have at the same place
-
     def __init__(self, name: str):
+        # At its beginning, to tell it from what another container may have at the same place.
         self._token = uuid.uuid4().hex.encode()
         self._file = os.memfd_create(f"tfdist {name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

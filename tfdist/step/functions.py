@@ -194,7 +194,7 @@ def global_sums(
     """
     distribution = replica.distribution
     count = layout.batch if full else replica.count(layout, batch)
-    clock = training and replica.times_sums
+    clock = training and distribution.times_sums
     sums_of = functools.partial(replica.sums, count=count, training=training, scale=scale)
 
     def all_reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:

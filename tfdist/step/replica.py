@@ -152,7 +152,6 @@ class Replica:
         self.distribution = distribution
         self.jit = jit  # whether XLA compiles the passes
         self._on_gpu = distribution.device_kind == "GPU"
-        self.times_sums = distribution.times_sums
         # A TPU has no float64 in hardware: numbers of single batches are added up on the host.
         self.totals = tf.float32 if distribution.static_shapes else tf.float64  # of what is returned besides losses
         self.objective = Objective(model, distribution, jit=jit)

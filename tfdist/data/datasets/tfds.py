@@ -309,8 +309,6 @@ def _undecoded(
 
     def decode(x: tf.Tensor, *rest: Structure) -> tuple:
         one = lambda stored: resize(image.decode_example(stored), spec.shape[:2], policy)
-        if image.get_tensor_spec().shape.is_fully_defined():
-            one = image.decode_example
         return (tf.map_fn(one, x, fn_output_signature=spec), *rest)
 
     return {keys[0]: tfds.decode.SkipDecoding()}, decode

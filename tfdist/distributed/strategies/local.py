@@ -1,13 +1,9 @@
 """The strategies of a process alone: one replica on one device, or one on each of its devices."""
 
 from concurrent import futures
-from typing import TYPE_CHECKING
 
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 
 def default(reason: str, device: str = "CPU:0", jit: str = "off") -> Distribution:
