@@ -97,18 +97,14 @@ class FolderLock:
 
     def restore(self) -> None:
         """Takes the lock again after the folder was deleted; TrainingError if another run has taken its place."""
-        if self.descriptor is None:
+        if self.descriptor is None or self._is_current(self.descriptor):
             return
-        try:
-            mine = os.path.samestat(os.fstat(self.descriptor), self._path.stat())
-        except FileNotFoundError:
-            self.acquire()
-            return
-        if not mine:
+        if self._path.exists():
             raise TrainingError(
                 f"{self._path.parent} was deleted while this run went on, and another run has taken its place: "
                 "give each a folder of its own"
             )
+        self.acquire()
 
     def in_use(self, owner: bytes) -> UserError:
         """Returns the error for a folder that another run has; `owner` is the content of the lock's file."""
