@@ -9,11 +9,12 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
 from tfdist.checkpoints.run_folder import strict
+from tfdist.config import local_files
 from tfdist.data.spec import Structure
 from tfdist.errors import TrainingError, UserError
 
@@ -175,8 +176,8 @@ class OutputFile:
     def __init__(self, name: str, overwrite: bool = False, writes: bool = True):
         self._name, self._overwrite, self._writes = name, overwrite, writes
         self.path = pathlib.Path(name).expanduser()
-        self._temporary = self.path.parent / f".{self.path.name}.{os.getpid()}"
         self._file: IO[str] | None = None
+        self._ending = contextlib.ExitStack()
 
     def check(self) -> None:
         """Raises UserError if the file exists, or cannot be created."""
@@ -204,35 +205,29 @@ class OutputFile:
             return
         with self._failing():
             if self._file is None:
-                stdout = sys.__stdout__ if self._name == STDOUT else None
-                self._file = stdout or self._temporary.open("w", encoding="utf-8")
+                self._file = self._ending.enter_context(self._opened())
             self._file.write(text)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[IO[str]]:
+        if self._name == STDOUT and sys.__stdout__:
+            try:
+                yield sys.__stdout__
+            finally:
+                sys.__stdout__.flush()
+            return
+        with local_files.replacing(self.path) as temporary:
+            with temporary.open("w", encoding="utf-8") as file:
+                yield file
+            self.check()
 
     def __enter__(self) -> "OutputFile":
         self.check()
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self._file is None:
-            return
-        if self._name == STDOUT:
-            with self._failing():
-                self._file.flush()
-            return
-        try:
-            if kind is not None:
-                with contextlib.suppress(OSError):
-                    self._file.close()
-                return
-            with self._failing():
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                self._file.close()
-                self.check()
-                os.replace(self._temporary, self.path)
-        finally:
-            with contextlib.suppress(OSError):
-                self._temporary.unlink()
+    def __exit__(self, *failure: Any) -> None:
+        with self._failing():
+            self._ending.__exit__(*failure)
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
