@@ -217,7 +217,7 @@ class Totals:
         """Returns the sums to which a call adds: added up call by call, their last bits would be a matter of time."""
         return (tf.constant(self.sums),)
 
-    def add(self, result: CallResult) -> dict[str, float]:
+    def add(self, result: CallResult) -> dict[str, Any]:
         """Adds a call, and returns the loss values and metrics of the epoch so far, by name."""
         self.sums = result.sums.numpy()
         self.examples += float(result.examples)
@@ -238,35 +238,29 @@ class Totals:
         return True
 
 
-class LastLogs:
-    """Takes the logs that a model's own step has given for the last batch, in place of `Totals`."""
+class LastLogs(Totals):
+    """Takes the logs that a model's own step has given for the last batch: there is nothing to add up."""
 
     def __init__(self, model: keras.Model, names: LogNames, examples: float):
-        self._names, self._resets = names, metrics.resets(model)
+        self._log_names, self._resets = names, metrics.resets(model)
         self._seen, self._alike = self._resets(), True
         self.sums, self.examples = np.zeros(0), examples
 
     def arguments(self) -> tuple[()]:
-        """Returns what a call must be given besides its batches."""
+        """Returns nothing: a call is given its batches alone."""
         return ()
-
-    def add(self, result: CallResult) -> dict[str, Any]:
-        """Takes a call, and returns the logs by name."""
-        self.sums = result.sums.numpy()
-        self.examples += float(result.examples)
-        return self.logs(result.metrics)
 
     def logs(self, results: dict[str, tf.Tensor]) -> dict[str, Any]:
         """Returns the logs by name; as in Keras the metrics' results where the names are the same."""
         values = {name: as_python(tensor) for name, tensor in results.items()}
-        plain = dict(zip(self._names.plain, self.sums[1:].tolist()))
-        self._alike = {*plain, *self._names.of_metrics} == set(values)
+        plain = dict(zip(self._log_names.plain, self.sums[1:].tolist()))
+        self._alike = {*plain, *self._log_names.of_metrics} == set(values)
         if self._alike:
             return values
         # As by `pythonify_logs` of Keras: a metric that has several results, as the compiled ones, gives each by its
         # name; validation would else give its own in the place of the training's.
         logs: dict[str, Any] = {}
-        for name, known in sorted({**dict.fromkeys(plain), **self._names.of_metrics}.items()):
+        for name, known in sorted({**dict.fromkeys(plain), **self._log_names.of_metrics}.items()):
             if isinstance(known, list):
                 logs |= {key: values[key] for key in known}
             else:

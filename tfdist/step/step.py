@@ -95,7 +95,7 @@ class Step:
             self._compiled[key] = call
         return self._compiled[key]
 
-    def totals(self, kind: str, sums: Sequence[float] = (), examples: float = 0.0) -> Totals | LastLogs:
+    def totals(self, kind: str, sums: Sequence[float] = (), examples: float = 0.0) -> Totals:
         """Returns what turns the results of calls into logs; `sums` and `examples` are of an interrupted epoch."""
         if self.own_steps[kind]:
             return LastLogs(self.model, self._log_names.setdefault(kind, LogNames()), examples)

@@ -15,7 +15,7 @@ from tfdist.data import batches
 from tfdist.errors import Interrupted, UserError
 from tfdist.keras_bridge import ema, keras_internals, layer_state, metrics, preconditions, zero
 from tfdist.step import step_calls
-from tfdist.step.batch_loop import CallResult, LastLogs, Totals
+from tfdist.step.batch_loop import CallResult, Totals
 from tfdist.step.functions import TrainingOptions
 from tfdist.step.step_calls import NotFinite, OutOfMemory
 from tfdist.trainer import agreement
@@ -236,7 +236,7 @@ class FitLoop:
             raise UserError(what, "give it a shuffle() of its own, or one with reshuffle_each_iteration=False")
         self._plan.feed.resume(position.update, position.epoch - start.epoch, position.begun, start.update)
 
-    def _call(self, position: Position, totals: Totals | LastLogs, limit: float) -> bool:
+    def _call(self, position: Position, totals: Totals, limit: float) -> bool:
         """Makes the updates of one call; returns whether the data of this epoch may have more."""
         plan, step, model, feed = self._plan, self._step, self._model, self._plan.feed
         limits = [limit - position.begun, self._checkpoints.limit(position)]
