@@ -107,14 +107,9 @@ class Layout:
         """Returns where row `start` of a micro-batch is among the rows of this worker, see `worker_positions`."""
         if not self.local:
             return start
-        before = self.of_worker(count, micro).start
-        earlier: int | tf.Tensor = 0
-        for m in range(self.accumulate):
-            is_earlier = m < micro
-            earlier += self.of_worker(count, m).size * (
-                int(is_earlier) if isinstance(is_earlier, bool) else tf.cast(is_earlier, tf.int32)
-            )
-        return start - before + earlier
+        sizes = [self.of_worker(count, m).size for m in range(self.accumulate)]
+        earlier = sum(sizes[:micro]) if isinstance(micro, int) else tf.reduce_sum(tf.stack(sizes)[:micro])
+        return start - self.of_worker(count, micro).start + earlier
 
     def worker_positions(self, count: int) -> list[np.ndarray]:
         """Returns this worker's rows of a global batch: for each micro-batch, int64 [n]."""
