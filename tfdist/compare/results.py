@@ -145,16 +145,15 @@ def checked(
     """Returns a row whose weights differ, with what the check in float64 says of it, which ran without the layers that
     by nature depend on the number of replicas; `loss` is what `other_loss` says of that."""
     row = dataclasses.replace(row, check_distance=_finite(difference.distance), check_variable=difference.variable)
-    if difference.distance <= tolerance and loss:
+    if not difference.distance <= tolerance:
+        why = f"in float64, too, {difference.distance:.1e} after {updates} updates, most in {difference.variable}"
+        return dataclasses.replace(row, why=why)
+    if loss:
         return dataclasses.replace(row, why=f"in float64, too, {loss}")
-    if difference.distance <= tolerance:
-        if natural:
-            why = f"{'; '.join(natural)}; without, in float64, the first {updates} updates agree to "
-            return dataclasses.replace(row, weights="nature", why=f"{why}{difference.distance:.0e}")
-        why = f"in float64 the first {updates} updates agree to {difference.distance:.0e}: rounding, which has grown"
-        return dataclasses.replace(row, weights="rounding", why=why)
-    why = f"in float64, too, {difference.distance:.1e} after {updates} updates, most in {difference.variable}"
-    return dataclasses.replace(row, why=why)
+    agree = f"the first {updates} updates agree to {difference.distance:.0e}"
+    if natural:
+        return dataclasses.replace(row, weights="nature", why=f"{'; '.join(natural)}; without, in float64, {agree}")
+    return dataclasses.replace(row, weights="rounding", why=f"in float64 {agree}: rounding, which has grown")
 
 
 def _finite(value: float) -> float | None:

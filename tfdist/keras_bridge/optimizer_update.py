@@ -170,11 +170,10 @@ class OwnedOptimizer:
         # The optimizer divides by its loss scale; nobody has multiplied the loss by a `loss_scale_factor`.
         scale, factor = self.loss_scale(), self.base.loss_scale_factor
         if scale is not None:
-            grads = _added(grads, [None if g is None else g * tf.cast(scale, g.dtype) for g in penalty_grads])
-        else:
-            grads = _added(grads, penalty_grads)
-            if factor is not None:
-                grads = [None if g is None else g * tf.constant(factor, g.dtype) for g in grads]
+            penalty_grads = [None if g is None else g * tf.cast(scale, g.dtype) for g in penalty_grads]
+        grads = _added(grads, penalty_grads)
+        if scale is None and factor is not None:
+            grads = [None if g is None else g * tf.constant(factor, g.dtype) for g in grads]
         # And not apply(), as Keras: a subclass may have changed it. Those without a gradient go along: MultiOptimizer
         # needs as many gradients as it has variables.
         self._optimizer.apply_gradients(list(zip(grads, self._variables)))
