@@ -6,6 +6,7 @@ use what crashes. The strategy itself is started only when all workers have met.
 
 import contextlib
 import functools
+import itertools
 import signal
 import socket
 import threading
@@ -34,7 +35,7 @@ class Ring:
         import tensorflow as tf
 
         self._replicas = replicas
-        self._used = 0
+        self._numbers = itertools.count(1)
         # A tf.function runs stateful operations one after the other as they were traced, a clock that waits for the
         # last gradient among them. Those with resources wait for their input, and for others with the same resource
         # alone; nobody reads or writes these. One sum that travels by itself has nothing to overtake.
@@ -51,15 +52,14 @@ class Ring:
         if self._replicas == 1:
             return tensors
         sums = []
-        for tensor in tensors:
-            self._used += 1
-            order = [self._orders[self._used % self.IN_FLIGHT]] if len(tensors) > 1 else []
+        for tensor, number in zip(tensors, self._numbers):
+            order = [self._orders[number % self.IN_FLIGHT]] if len(tensors) > 1 else []
             sums.append(
                 tf.raw_ops.CollectiveReduceV2(
                     input=tensor,
                     group_size=self._replicas,
                     group_key=self.GROUP_KEY,
-                    instance_key=self._used,
+                    instance_key=number,
                     ordering_token=order,
                     merge_op="Add",
                     final_op="Id",
@@ -74,18 +74,17 @@ class SharedMemory:
 
     def __init__(self, through: SharedMemorySum, workers: int):
         self._through, self._workers = through, workers
-        self._used = 0
+        self._keys = itertools.count(1)
 
     def reduce(self, tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
         """Sums each tensor over all replicas; those of half precision in float32."""
         import tensorflow as tf
 
         sums = []
-        for tensor in tensors:
-            self._used += 1
+        for tensor, key in zip(tensors, self._keys):
             # NumPy adds float16 one by one, and does not know bfloat16.
             given = tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
-            total = tf.numpy_function(functools.partial(self._through.sum, self._used), [given], given.dtype)
+            total = tf.numpy_function(functools.partial(self._through.sum, key), [given], given.dtype)
             total.set_shape(tensor.shape)
             sums.append(tf.cast(total, tensor.dtype))
         return sums
@@ -95,10 +94,9 @@ class SharedMemory:
         import tensorflow as tf
 
         wholes = []
-        for tensor in tensors:
-            self._used += 1
+        for tensor, key in zip(tensors, self._keys):
             bits = tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])  # NumPy does not know bfloat16
-            whole = tf.numpy_function(functools.partial(self._through.gather, self._used), [bits], tf.uint8)
+            whole = tf.numpy_function(functools.partial(self._through.gather, key), [bits], tf.uint8)
             whole = tf.bitcast(tf.reshape(whole, [-1, tensor.dtype.size]), tensor.dtype)
             # A copy, since weights that it is assigned to would keep its memory from the next sums.
             wholes.append(tf.raw_ops.DeepCopy(x=tf.ensure_shape(whole, [self._workers * tensor.shape[0]])))
