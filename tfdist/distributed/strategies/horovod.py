@@ -6,6 +6,7 @@ it can be said who is missing: through the store of horovodrun, in which Gloo's 
 """
 
 import contextlib
+import functools
 import http.client
 import json
 import os
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tfdist.cluster import schema, standard_error, wire
 from tfdist.cluster.addresses import join
@@ -107,22 +108,18 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
 
     from tfdist.distributed.collectives import bucketed, gather_by_sum
 
-    def reduce(tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
-        return hvd.grouped_allreduce(tensors, op=hvd.Sum) if tensors else []
+    reduce = functools.partial(hvd.grouped_allreduce, op=hvd.Sum)
 
     def all_sum(tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
-        if hvd.size() == 1:
-            return tensors
         # It knows no bfloat16; a sum in float32 is at least as good.
         known = [tf.cast(t, tf.float32) if t.dtype == tf.bfloat16 else t for t in tensors]
         return [tf.cast(s, t.dtype) for s, t in zip(bucketed(known, reduce), tensors)]
 
     def all_gather(tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
-        return tensors if hvd.size() == 1 else gather_by_sum(tensors, all_sum, hvd.rank(), hvd.size())
+        return gather_by_sum(tensors, all_sum, hvd.rank(), hvd.size())
 
     def broadcast(variables: "list[keras.Variable]") -> None:
-        if hvd.size() > 1:
-            hvd.broadcast_variables([v.value for v in variables], root_rank=0)
+        hvd.broadcast_variables([v.value for v in variables], root_rank=0)
 
     def all_reduce(reduce_op: "tf.distribute.ReduceOp | str", value: object, options: object = None) -> object:
         op = hvd.Average if getattr(reduce_op, "value", reduce_op).upper() == "MEAN" else hvd.Sum
@@ -130,6 +127,7 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
 
     # Layers, such as a synchronized BatchNorm, would reduce over the one replica of their context.
     tf.distribute.get_replica_context().all_reduce = all_reduce
+    exchanges: dict[str, Any] = {"all_sum": all_sum, "all_gather": all_gather, "broadcast": broadcast}
     return Distribution(
         name="horovod",
         reason=reason,
@@ -138,12 +136,10 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
         devices=(name,),
         jit=jit,
         replica_id=hvd.rank,
-        all_sum=all_sum,
-        all_gather=all_gather,
-        broadcast=broadcast,
         communication="horovod",
         unsummed=("bfloat16",),
         peers=peers,
+        **exchanges if hvd.size() > 1 else {},
     )
 
 
@@ -167,12 +163,12 @@ def meet(limit: float, environ: Mapping[str, str]) -> tuple[str, ...]:
 def _await_all(store: "_Store", size: int, limit: float, here: str) -> tuple[str, ...]:
     """Waits for all workers, and sends them all host names, or who is missing."""
     hosts: dict[int, str] = {}
-    for left in _pauses(limit):
+    for _ in _pauses(limit):
         for rank in set(range(size)) - set(hosts):
             host = store.get(f"rank-{rank}")
             if host is not None:
                 hosts[rank] = printable(host, 253)
-        if len(hosts) == size or not left:
+        if len(hosts) == size:
             break
     missing = ", ".join(f"worker {r}{here}" for r in range(size) if r not in hosts)
     if missing:
@@ -186,12 +182,11 @@ def _await_all(store: "_Store", size: int, limit: float, here: str) -> tuple[str
 
 def _await_chief(store: "_Store", size: int, limit: float, here: str) -> tuple[str, ...]:
     """Waits for the answer of the chief."""
-    text = None
-    for left in _pauses(limit + _GRACE_S):
+    for _ in _pauses(limit + _GRACE_S):
         text = store.get(_ALL)
-        if text is not None or not left:
+        if text is not None:
             break
-    if text is None:
+    else:
         chief_joined = store.get("rank-0") is not None
         who = f"all {size} workers to reach worker 0{here}" if chief_joined else f"worker 0{here} of {size}"
         raise UserError(f"timed out after {limit:g} s waiting for {who}", _LATE_FIX)
@@ -206,14 +201,14 @@ def _await_chief(store: "_Store", size: int, limit: float, here: str) -> tuple[s
     return tuple(found["hosts"])
 
 
-def _pauses(limit: float) -> Iterator[bool]:
-    """Gives turns with growing pauses between them; the value is False in the last one, so many seconds later."""
+def _pauses(limit: float) -> Iterator[None]:
+    """Gives turns with growing pauses between them, the last one so many seconds later."""
     deadline, pause = time.monotonic() + limit, _PAUSE_S[0]
     while (left := deadline - time.monotonic()) > 0:
-        yield True
+        yield
         time.sleep(min(pause, left))
         pause = min(2 * pause, _PAUSE_S[1])
-    yield False
+    yield
 
 
 class _Store:
