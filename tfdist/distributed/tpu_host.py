@@ -3,6 +3,7 @@
 No TensorFlow. Whether there is a TPU is known only when its system has been started, see `strategies.tpu`.
 """
 
+import contextlib
 import glob
 import importlib.util
 import os
@@ -45,7 +46,7 @@ def hint(environ: Mapping[str, str]) -> str:
     nodes = sorted(glob.glob(_NODES))
     if nodes:
         return nodes[0]
-    if _chips():
+    if _has_chip():
         return "a PCI device of Google's"
     if glob.glob(_VFIO) and any(_BESIDE_VFIO.match(name) for name in environ):
         return "/dev/vfio with TPU variables"
@@ -54,18 +55,15 @@ def hint(environ: Mapping[str, str]) -> str:
 
 def has_device() -> bool:
     """Returns whether there is a device file or a chip that may be a TPU, and not just a variable."""
-    return bool(glob.glob(_NODES) or glob.glob(_VFIO) or _chips())
+    return bool(glob.glob(_NODES) or glob.glob(_VFIO) or _has_chip())
 
 
-def _chips() -> int:
-    found = 0
+def _has_chip() -> bool:
     for vendor in map(pathlib.Path, glob.glob(_PCI)):
-        try:
-            mine = vendor.read_text().strip() == _GOOGLE
-            found += mine and vendor.with_name("device").read_text().strip() in _CHIPS
-        except OSError:  # a device that has just gone
-            continue
-    return found
+        with contextlib.suppress(OSError):  # a device that has just gone
+            if vendor.read_text().strip() == _GOOGLE and vendor.with_name("device").read_text().strip() in _CHIPS:
+                return True
+    return False
 
 
 def problem() -> str:
