@@ -149,19 +149,17 @@ class RecordFeed(Feed):
         self._order: tuple[int, np.ndarray] | None = None
         self._lock = threading.Lock()
         self._iterator: tf.data.Iterator | None = None
-        self._at = -1  # the update whose batch the iterator gives next
-        self._called = 0, 0  # the updates of the last call
+        self._called = 0, 0  # the updates of the last call; the iterator gives what follows them
 
     def next(self, update: int, limit: int) -> FeedCall:
         number = update % self.batches
         full = number < self._full
         last = min(number + limit, self._full if full else self.batches)
         alike = self._shuffle is None and self._seed is None  # all epochs, so the end of one is the beginning
-        first = number if alike else update
-        if self._iterator is None or self._at != first:
+        first, ahead = (number, self._called[1] % self.batches) if alike else (update, self._called[1])
+        if self._iterator is None or ahead != first:
             self._iterator = iter(self.dataset(first))
         self._called = first, first + last - number
-        self._at = self._called[1] % self.batches if alike else self._called[1]
         return FeedCall((self._iterator,), number, last, full)
 
     def first_unreadable(self) -> str:
