@@ -1,8 +1,9 @@
 """What functions of a `tf.data.Dataset` draw from: variables, generators of Python's and NumPy's, random operations."""
 
 import contextlib
+import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -68,26 +69,20 @@ def _operations(graph: tf.Graph) -> list[tf.Operation]:
 @contextlib.contextmanager
 def unmoved(dataset: tf.data.Dataset) -> Iterator[None]:
     """Restores what functions of a data set draw from: a look at a batch draws as much as is read ahead meanwhile."""
-    before = [(source, _state(source)) for source in drawn(dataset, set())]
+    before = [_as_now(source) for source in drawn(dataset, set())]
     try:
         yield
     finally:
-        for source, state in before:
-            _restore(source, state)
+        for put_back in before:
+            put_back()
 
 
-def _state(source: Any) -> Any:
+def _as_now(source: Any) -> Callable[[], object]:
+    """Returns a function that gives a variable or generator the state that it has now."""
     if isinstance(source, tf.Variable):
-        return source.numpy()
+        return functools.partial(source.assign, source.numpy())
     if isinstance(source, np.random.Generator):
-        return source.bit_generator.state
-    return source.getstate() if isinstance(source, random.Random) else source.get_state()
-
-
-def _restore(source: Any, state: Any) -> None:
-    if isinstance(source, tf.Variable):
-        source.assign(state)
-    elif isinstance(source, np.random.Generator):
-        source.bit_generator.state = state
-    else:
-        (source.setstate if isinstance(source, random.Random) else source.set_state)(state)
+        return functools.partial(setattr, source.bit_generator, "state", source.bit_generator.state)
+    if isinstance(source, random.Random):
+        return functools.partial(source.setstate, source.getstate())
+    return functools.partial(source.set_state, source.get_state())
