@@ -134,7 +134,7 @@ def broadcast_bits(distribution: Distribution, arrays: list[np.ndarray]) -> list
     words, parts = np.frombuffer(raw + bytes(-len(raw) % 8), np.int64), []
     for start in range(0, len(words), WORDS):
         with distribution.peers.during("call"):
-            parts.append(_sum(distribution, tf.constant(words[start : start + WORDS])).numpy().tobytes())
+            parts.append(_summing(distribution)(tf.constant(words[start : start + WORDS])).numpy().tobytes())
     data, results, at = b"".join(parts), [], 0
     for a in arrays:
         results.append(np.frombuffer(data, a.dtype, a.size, at).reshape(a.shape))
@@ -142,24 +142,19 @@ def broadcast_bits(distribution: Distribution, arrays: list[np.ndarray]) -> list
     return results
 
 
-_sums: dict[int, Callable[[tf.Tensor], tf.Tensor]] = {}  # compiled, by the id of the strategy
+@functools.cache
+def _summing(distribution: Distribution) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Returns a compiled function that sums int64 [n] over the first replicas of all workers."""
 
+    def one(part):
+        first = tf.equal(distribution.replica_id(), distribution.first)
+        return distribution.all_sum([tf.where(first, part, tf.zeros_like(part))])[0]
 
-def _sum(distribution: Distribution, words: tf.Tensor) -> tf.Tensor:
-    """Sums int64 [n] over the first replicas of all workers."""
-    key = id(distribution.strategy)
-    if key not in _sums:
+    def call(part):
+        return distribution.local(distribution.run(one, (part,)))[0]
 
-        def one(part):
-            first = tf.equal(distribution.replica_id(), distribution.first)
-            return distribution.all_sum([tf.where(first, part, tf.zeros_like(part))])[0]
-
-        def call(part):
-            return distribution.local(distribution.run(one, (part,)))[0]
-
-        # Not with unknown sizes: tensors are packed for the all-reduce by size.
-        _sums[key] = tf.function(call, autograph=False)
-    return _sums[key](words)
+    # Not with unknown sizes: tensors are packed for the all-reduce by size.
+    return tf.function(call, autograph=False)
 
 
 def gathered_slices(slices: list[tf.Tensor], distribution: Distribution) -> list[tf.Tensor]:

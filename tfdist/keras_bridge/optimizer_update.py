@@ -263,8 +263,8 @@ class OwnedOptimizer:
         optimizer = self.base
         moments, velocities = keras_internals.adam_slots(optimizer)
         step = optimizer.iterations + 1
-        by_dtype: dict[tf.DType, dict[str, tf.Tensor]] = {}
 
+        @functools.cache
         def constants(dtype: tf.DType) -> dict[str, tf.Tensor]:
             # As in Keras, whose `cast` makes a float32 of a number first: only the powers are of such.
             t = tf.cast(step, dtype)
@@ -285,10 +285,8 @@ class OwnedOptimizer:
 
         def update(i: int, grad: tf.Tensor, variable: keras.Variable) -> None:
             exact = _exact(grad.dtype)
-            if exact not in by_dtype:
-                by_dtype[exact] = constants(exact)
             first, second = moments[i], velocities[i]
-            c = {**by_dtype[exact], "lr": self._times(by_dtype[exact]["lr"], variable)}
+            c = {**constants(exact), "lr": self._times(constants(exact)["lr"], variable)}
             if exact == grad.dtype:
                 handles = dict(var=variable.value.handle, m=first.value.handle, v=second.value.handle)
                 tf.raw_ops.ResourceApplyAdam(**handles, grad=grad, **c)
