@@ -135,7 +135,7 @@ def broadcast_bits(distribution: Distribution, arrays: list[np.ndarray]) -> list
     for start in range(0, len(words), WORDS):
         with distribution.peers.during("call"):
             parts.append(_summing(distribution)(tf.constant(words[start : start + WORDS])).numpy().tobytes())
-    data, results, at = b"".join(parts), [], 0
+    data, results, at = bytearray().join(parts), [], 0  # which scripts may write into, as into those of Keras
     for a in arrays:
         results.append(np.frombuffer(data, a.dtype, a.size, at).reshape(a.shape))
         at += a.nbytes

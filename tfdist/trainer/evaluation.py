@@ -329,8 +329,12 @@ def _predict(
 
 
 def _concatenated(pieces: list[Structure]) -> Structure:
-    # Of what has one number for each batch, Keras returns a row of them, and of a single batch the number.
-    whole = lambda *parts: np.concatenate([np.atleast_1d(p) for p in parts]) if len(parts) > 1 else np.asarray(parts[0])
+    def whole(*parts: Any) -> np.ndarray:
+        if len(parts) == 1:
+            return np.require(parts[0], requirements="W")  # the memory of a tensor is not for scripts to write into
+        # Of what has one number for each batch, Keras returns a row of them, and of a single batch the number.
+        return np.concatenate([np.atleast_1d(p) for p in parts])
+
     return keras.tree.map_structure(whole, *pieces)
 
 
