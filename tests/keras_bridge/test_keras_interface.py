@@ -696,6 +696,34 @@ def test_xla_and_synchronized_batch_norm(connect):
                 fit(model, compiled, n=45)
 
 
+def test_what_xla_cannot_compile_is_one_line(connect):
+    class Host(L.Layer):
+        def call(self, x):
+            y = tf.numpy_function(lambda v: v, [x], x.dtype)
+            return tf.ensure_shape(y, x.shape)
+
+    distribution = dataclasses.replace(connect(1), jit="on")
+    with distribution.scope():
+        model = training_cases.compiled(keras.Sequential([keras.Input((4, 4, 1)), Host(), L.Flatten(), L.Dense(10)]))
+    with pytest.raises(tfdist.UserError, match=r"unsupported operations .* on XLA_CPU_JIT: PyFunc: use jit=off, with"):
+        fit(model, distribution)
+
+
+def test_padding_in_float64_on_a_gpu_is_refused(connect):
+    """TensorFlow gave the embedding of padding gradients up to 1e300 there: a fake, since no GPU is here."""
+    lstm = L.LSTM(3, dtype="float64")
+    model = keras.Sequential([keras.Input((5,)), L.Embedding(9, 2, mask_zero=True, dtype="float64"), lstm, L.Dense(10)])
+    training_cases.compiled(model)
+    gpu = dataclasses.replace(connect(1), devices=("GPU:0",))
+    preconditions.model_fits(model, gpu, 1)
+    lstm.supports_jit = False  # as Keras does where it sees a GPU
+    with pytest.raises(tfdist.UserError, match=r"computes in float64 by cuDNN, .*: create it with use_cudnn=False"):
+        preconditions.model_fits(model, gpu, 1)
+    preconditions.model_fits(model, connect(1), 1)
+    lstm.use_cudnn = False
+    preconditions.model_fits(model, gpu, 1)
+
+
 # -- precision --------------------------------------------------------------
 
 

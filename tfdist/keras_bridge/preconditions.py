@@ -126,6 +126,12 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, 
                 f"layer {layer.name!r} computes in {layer.compute_dtype}, which --strategy={distribution.name} cannot",
                 "use mixed_bfloat16 or float32 (train.precision)",
             )
+        # Keras takes cuDNN's kernel for layers that then do not support XLA. TensorFlow gives it the address of a
+        # float32 as the value of padding (`padding_fill` in cuda_dnn.cc), of which cuDNN reads 8 bytes in float64.
+        by_cudnn = getattr(layer, "use_cudnn", False) and not layer.supports_jit
+        if by_cudnn and layer.compute_dtype == "float64" and distribution.device_kind == "GPU":
+            what = f"layer {layer.name!r} computes in float64 by cuDNN, where TensorFlow pads with undefined values"
+            raise UserError(what, f"create it with use_cudnn=False (got {layer.use_cudnn!r}), or use float32")
         mode = keras_internals.remat_mode(layer)
         if mode not in ("", "activations"):  # which recomputes activation functions alone
             raise UserError(

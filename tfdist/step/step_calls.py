@@ -242,6 +242,11 @@ _COMPLAINTS = (
         shared_memory_sum.OUT_OF_STEP.format(r"\d+", r"\d+"),
         ": what layers, losses and steps sum with all_reduce must not depend on the worker",
     ),
+    (
+        r"Detected unsupported operations when trying to compile graph \S+ on XLA_\w+: \w+"
+        r"|\w+ \w+ gradient ops do not yet have a deterministic XLA implementation",
+        ": use --jit=off, with which TensorFlow's own kernels compute it",
+    ),
     (r"a batch of the data set is larger than the first one \(.*?\)", ": make the first batch the largest"),
     (
         r"Cannot batch tensors with different shapes.*? and element \d+ had shape \[.*?\]",
