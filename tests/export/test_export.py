@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 import sys
 
 import keras
@@ -181,6 +182,9 @@ def test_outputs_that_are_no_classes(tmp_path):
         image=tf.ones((2, 4)), extra=tf.ones((2, 3))
     )
     assert {name: value.shape for name, value in answer.items()} == {"kind": (2, 2), "size": (2, 3)}
+    nested = keras.Model(image, {"x": {"y": image, "z": [image]}})
+    answer = saved(saved_model.Servable(nested, Spec((4,), "float32", None, 1.0), True), tmp_path / "nested")
+    assert set(answer["serving_default"](inputs=tf.ones((2, 4)))) == {"x_y", "x_z_0"}
     alike = keras.Model(image, {"a-b": keras.layers.Dense(2)(image), "a_b": keras.layers.Dense(3)(image)})
     with pytest.raises(UserError, match="two outputs of 'a-b', 'a_b' have one name in a signature: rename one"):
         saved(saved_model.Servable(alike, Spec((4,), "float32", None, 1.0), True), tmp_path / "alike")
@@ -254,6 +258,12 @@ def test_a_file_of_keras(tmp_path, monkeypatch):
         "probabilities",
         "logits",
     }
+
+    inputs = keras.Input((6, 4))
+    for i, outputs in enumerate((keras.layers.Dense(3)(inputs), inputs[:, 0, 0])):  # [n, 6, 3] and [n]
+        keras.Model(inputs, outputs).save(tmp_path / "m.keras")
+        export.export(asked, ["saved_model"], tmp_path / f"shape{i}", False)
+        shutil.rmtree(tmp_path / f"shape{i}")
 
     keras.config.set_dtype_policy("mixed_bfloat16")
     picture_model().save(tmp_path / "m.keras")
@@ -330,6 +340,15 @@ def test_what_differs_is_not_kept(tmp_path, monkeypatch):
     ):
         exported(asked, tmp_path, "onnx")
     assert only_the_run(tmp_path)
+
+
+def test_a_row_of_zeros_is_checked(tmp_path):
+    """LiteRT's norm of it has no epsilon, so that 0 / 0 is NaN where Keras gives 0."""
+    inputs = keras.Input((4,))
+    keras.Model(inputs, keras.layers.UnitNormalization()(inputs)).save(tmp_path / "m.keras")
+    asked = trained_model.ModelRequest("", str(tmp_path / "m.keras"), "", config.Experiment(), {})
+    with pytest.raises(TrainingError, match="litert gives other results than the model: they differ by inf"):
+        export.export(asked, ["litert"], tmp_path / "out", False)
 
 
 @pytest.mark.whole

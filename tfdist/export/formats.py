@@ -153,7 +153,8 @@ def _write_saved_model(original: Original, path: pathlib.Path) -> tuple[dict[str
     logits = compatibility.from_logits(model, original.arrays is None)
     if logits is None:
         outputs = model(original.examples, training=False)
-        logits = not (hasattr(outputs, "numpy") and prediction_rows.look_like_probabilities(outputs.numpy()))
+        scores = tf.is_tensor(outputs) and outputs.shape.rank == 2
+        logits = not (scores and prediction_rows.look_like_probabilities(outputs.numpy()))
     data = original.experiment.data
     servable = saved_model.Servable(model, original.spec, logits, data.resize, data.name.startswith("image_folder:"))
     functions = saved_model.save(servable, str(path))
@@ -172,9 +173,12 @@ def _write_tensors(
 ) -> tuple[dict[str, Any], _Trials]:
     """Writes ONNX or LiteRT of the model in float32, which take what it takes."""
     inputs = saved_model.inputs(model, original.spec)
-    specs, flat = keras.tree.flatten(inputs), keras.tree.flatten(original.examples)
+    specs, flat = keras.tree.flatten(inputs), [np.array(a) for a in keras.tree.flatten(original.examples)]
+    for array in flat:
+        if array.dtype.kind == "f":  # LiteRT divides by a norm without the epsilon that keeps 0 / 0 from being NaN
+            array[-1] = 0
     given = {spec.name: np.asarray(a, spec.dtype.as_numpy_dtype) for spec, a in zip(specs, flat)}
-    outputs = model(original.examples, training=False)
+    outputs = model(keras.tree.pack_sequence_as(original.examples, flat), training=False)
     expected = keras.tree.flatten(outputs)
     named = sorted(outputs) if isinstance(outputs, dict) else len(expected)  # in the order in which the file has them
     with _quiet(name):

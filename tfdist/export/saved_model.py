@@ -199,16 +199,14 @@ def _readable(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _named(outputs: Structure) -> dict[str, tf.Tensor]:
-    """Returns the outputs of a model by names for its clients."""
-    if isinstance(outputs, dict):
-        named = {_name(str(key)): value for key, value in outputs.items()}
-        if len(named) < len(outputs):
-            what = f"two outputs of {', '.join(map(repr, outputs))} have one name in a signature"
-            raise UserError(what, "rename one of them")
-        return named
-    if isinstance(outputs, (list, tuple)):
-        return {f"outputs_{i}": value for i, value in enumerate(outputs)}
-    return {"outputs": outputs}
+    """Returns the outputs of a model by names for its clients; what is nested has all names on the way to it."""
+    start = () if isinstance(outputs, dict) else ("outputs",)
+    by_path = [(start + path, value) for path, value in keras.tree.flatten_with_path(outputs)]
+    named = {_name("_".join(map(str, path))): value for path, value in by_path}
+    if len(named) < len(by_path):
+        what = f"two outputs of {', '.join(repr(path[0]) for path, _ in by_path)} have one name in a signature"
+        raise UserError(what, "rename one of them")
+    return named
 
 
 def _name(text: str) -> str:
