@@ -73,6 +73,8 @@ def test_images_of_several_sizes_and_inputs_by_name(load):
     whole = load(Source(lambda i: (PIXELS[i], Y[i]), labels=Y), image_size="4", augment="resized_crop(0.5)")
     assert columns_of(whole.train)[0].shape == (20, 4, 4, 3)
     np.testing.assert_array_equal(whole.train.labels, Y)
+    listed = load(Source(lambda i: ([float(i), 1.0], Y[i])), cache="memory")  # as Dataset.map has it: an array
+    np.testing.assert_array_equal(listed.train.columns[0], [[i, 1] for i in range(20)])
     named = load(Source(lambda i: ({"a": X[i], "b": PIXELS[i]}, Y[i])), cache="memory")
     np.testing.assert_array_equal(named.train.columns[0]["b"], PIXELS)
     with refused(r"example 1 of users_own:data cannot be decoded: it has uint8 \[6, 5, 3\] where"):
@@ -102,6 +104,7 @@ def test_what_grain_is_asked_for(load, said):
         (Source(lambda i: X[i]),
          r"example 0 of users_own:data cannot be read: it must be \(x, y\) or \(x, y, weight\)"),
         (Source(lambda i: (X[i], "cat")), "example 0 of .*: it has a str where numbers are needed"),
+        (Source(lambda i: ([X[i], Y[i]], Y[i])), "example 0 of .*: setting an array element with a sequence"),
         (Source(lambda i: X[i], size=0), "the data set is empty"),
         (Source(lambda i: (X[i], Y[i]), labels=Y[:3]),
          r"its attribute `labels` must have 20 integers, got int64 \[3"),

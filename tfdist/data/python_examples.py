@@ -122,10 +122,13 @@ class Examples:
             raise ValueError("it is None, as behind filter(): leave out examples before they get their numbers")
         if not isinstance(example, (tuple, list)) or not 2 <= len(example) <= 3:
             raise ValueError(f"it must be (x, y) or (x, y, weight), got {type(example).__name__}")
-        return keras.tree.map_structure(_array, tuple(example))
+        return keras.tree.traverse(_array, tuple(example))
 
 
-def _array(value: Structure) -> np.ndarray:
+def _array(value: Structure) -> np.ndarray | None:
+    """Returns the array of a value, also of a list, as TensorFlow's `Dataset.map` has it; None of other structures."""
+    if isinstance(value, (tuple, Mapping)):
+        return None
     array, floats = np.asarray(value), keras.config.floatx()
     if array.dtype.kind not in "fiub":
         raise ValueError(f"it has a {type(value).__name__} where numbers are needed")
