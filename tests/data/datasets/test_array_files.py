@@ -147,6 +147,8 @@ def damaged(path):
     (lambda p: npz(p / "a.npz", x=X, y=Y / 2), dict(options="classes=3"), "classes=3 is for targets that are integers"),
     (lambda p: npz(p / "a.npz", x=X, y=Y / 0), {}, "some targets are NaN or infinite"),
     (lambda p: npz(p / "a.npz", x=X / 0, y=Y), {}, "x has numbers that are NaN or infinite"),
+    (lambda p: npz(p / "a.npz", x=X * 1e39, y=Y), {}, "x has numbers that are NaN or infinite in float32"),
+    (lambda p: npz(p / "a.npz", x=X, y=Y * 1e39), {}, "some targets are NaN or infinite in float32"),
     (lambda p: npz(p / "a.npz", x_train=X / 1, y_train=Y, x_test=X / 0, y_test=Y), dict(eval_split="test"),
      "x_test has numbers that are NaN or infinite"),
     (lambda p: npz(p / "a.npz", x=X, y=Y), dict(options="shape=(5, 5)"), r"shape=\(5, 5\) does not fit x, of \[6, 4"),

@@ -391,11 +391,14 @@ def test_a_nul_makes_no_category(tmp_path, said):
 
 
 def test_a_column_without_values_is_said(tmp_path, said):
-    path = write(tmp_path / "a.csv", [["", str(i), str(i)] for i in range(30)], ["empty", "x", "y"])
+    rows = [["", str(i), str(2**60 + i), str(i)] for i in range(30)]
+    path = write(tmp_path / "a.csv", rows, ["empty", "x", "id", "y"])
     tables.prepare(path, {"target": "y"}, ALL)
     assert said == [
         "WARNING: column 'empty' has no value in any training row, so nothing can be learned from it: "
-        "leave it out with data.options=leave_out=['empty']"
+        "leave it out with data.options=leave_out=['empty']",
+        "WARNING: column 'id' has the value 1.15292e+18 in all training rows, so nothing can be learned from it: "
+        "leave it out with data.options=leave_out=['id']",
     ]
 
 

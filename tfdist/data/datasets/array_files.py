@@ -183,9 +183,10 @@ def _maximum(parts: Sequence[Part], what: str) -> float:
         step = max(1, _PIECE // max(1, array[:1].nbytes))
         for start in range(rows.start, rows.stop, step):
             piece = array[start : min(start + step, rows.stop)]
+            with np.errstate(over="ignore"):
+                piece = piece.astype(_stored(piece.dtype), copy=False)  # in which 1e39 is infinite, if that is float32
             if piece.dtype.kind == "f" and not np.isfinite(piece).all():
-                raise UserError(
-                    f"{what}: {name} has numbers that are NaN or infinite", "correct them, or leave them out"
-                )
+                told = f"{what}: {name} has numbers that are NaN or infinite in {piece.dtype}"
+                raise UserError(told, "correct them, or leave them out")
             most = max(most, float(piece.max()))
     return most or 1.0

@@ -145,10 +145,13 @@ def _targets(train: np.ndarray, evaluation: np.ndarray, options: Options) -> tup
         option = "classify=True" if classify else f"classes={number}"
         raise UserError(f"data.options: {option} is for targets that are integers, and these are not classes")
     if not whole or classify is False:
-        if not (np.isfinite(train).all() and np.isfinite(evaluation).all()):
-            raise UserError("some targets are NaN or infinite", "leave out those examples, or correct them")
         floats = keras.config.floatx()
-        return train.astype(floats), evaluation.astype(floats), None
+        with np.errstate(over="ignore"):
+            train, evaluation = train.astype(floats), evaluation.astype(floats)
+        if not (np.isfinite(train).all() and np.isfinite(evaluation).all()):
+            what = f"some targets are NaN or infinite in {floats}"
+            raise UserError(what, "leave out those examples, or correct them")
+        return train, evaluation, None
     if number is not None:
         check_whole("data.options: classes", number)
     one_each = [y.reshape(len(y)) if y.ndim == 2 and y.shape[1] == 1 else y for y in (train, evaluation)]

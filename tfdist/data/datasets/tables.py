@@ -257,14 +257,14 @@ def _described(table: csv_reader.Table, name: str) -> Column:
     if name in table.numbers:
         values = table.numbers[name]
         present = values[~np.isnan(values)]
-        if not len(present):
+        if not len(present) or present.min() == present.max():
+            what = f"the value {present[0]:g} in all training rows" if len(present) else "no value in any training row"
             logger.info(
-                f"WARNING: column {name!r} has no value in any training row, so nothing can be learned from it: "
+                f"WARNING: column {name!r} has {what}, so nothing can be learned from it: "
                 f"leave it out with data.options=leave_out={[name]}"
             )
-            return Column(name, "number")
-        if present.min() == present.max():  # by rounding, their deviation would be 1e-17 and another value 1e16
-            return Column(name, "number", float(present[0]))
+            # By rounding, their deviation would be 1e-17 and another value 1e16.
+            return Column(name, "number", *map(float, present[:1]))
         return Column(name, "number", float(present.mean()), float(present.std()) or 1.0)
     occur = np.unique(table.categories[name])
     if len(occur) > TEXTS and len(occur) > table.size / 2:
