@@ -264,7 +264,7 @@ def _described(table: csv_reader.Table, name: str) -> Column:
                 f"leave it out with data.options=leave_out={[name]}"
             )
             # By rounding, their deviation would be 1e-17 and another value 1e16.
-            return Column(name, "number", *map(float, present[:1]))
+            return Column(name, "number", float(present[:1].sum()))
         return Column(name, "number", float(present.mean()), float(present.std()) or 1.0)
     occur = np.unique(table.categories[name])
     if len(occur) > TEXTS and len(occur) > table.size / 2:
