@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import numpy as np
 import pytest
 from support import training_cases, worlds
 
@@ -62,7 +63,7 @@ def workers_of(request, tmp_path_factory):
     @functools.cache
     def of(world):
         strategy, workers, options = WORLDS[world]
-        names = worlds.asked(request, [*NAMES, *SHRUNK], world=world)
+        names = worlds.asked(request, [*NAMES, *SHRUNK, "own loop"], world=world)
         results = worlds.outcomes(tmp_path_factory.mktemp("world"), strategy, workers, "training", names, **options)
         sums = "shared memory" if world in SHARING else "horovod" if strategy == "horovod" else "ring"
         replicas = workers * options.get("virtual_devices", 1)
@@ -114,3 +115,10 @@ def test_gradients_that_travel_in_half_the_bytes(name, world, workers_of, refere
     if workers[0]["facts"]["replicas"] > 1:
         assert distance > 1e-6, "nothing was rounded"
     assert {worker[name][0].tobytes() for worker in workers} == {found[0].tobytes()}
+
+
+@pytest.mark.parametrize("world, name", [("horovod 2", "own loop")])
+def test_gradients_that_a_script_applies_are_not_summed(name, world, workers_of):
+    """Each rank has all of them: as Horovod's sum they stepped twice as far, without a word."""
+    for worker in workers_of(world):
+        np.testing.assert_allclose(worker[name], training_cases.own_loop(), rtol=1e-6)

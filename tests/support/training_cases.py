@@ -408,3 +408,16 @@ def assert_agrees(got, expected, tolerance):
     for a, b in zip(got[3], expected[3], strict=True):
         assert a.shape == b.shape
         np.testing.assert_allclose(a, b, rtol=100 * tolerance, atol=10 * tolerance)
+
+
+def own_loop():
+    """Losses of a loop over GradientTape in which nothing is tfdist's, and all workers compute the same."""
+    keras.utils.set_random_seed(3)
+    model, optimizer, (x, y) = keras.Sequential([L.Flatten(), L.Dense(5)]), keras.optimizers.SGD(0.1), images(24)
+    losses = []
+    for _ in range(3):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True))
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        losses.append(float(loss))
+    return losses

@@ -132,6 +132,10 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, 
         if by_cudnn and layer.compute_dtype == "float64" and distribution.device_kind == "GPU":
             what = f"layer {layer.name!r} computes in float64 by cuDNN, where TensorFlow pads with undefined values"
             raise UserError(what, f"create it with use_cudnn=False (got {layer.use_cudnn!r}), or use float32")
+        if isinstance(layer, keras.layers.SpectralNormalization) and accumulate > 1 and not virtual_replicas:
+            # In half precision the check of the replicas takes that for rounding.
+            what = f"layer {layer.name!r} normalizes by a vector that moves with each of accumulate={accumulate} calls"
+            raise UserError(what, "leave out accumulate, or the layer")
         mode = keras_internals.remat_mode(layer)
         if mode not in ("", "activations"):  # which recomputes activation functions alone
             raise UserError(

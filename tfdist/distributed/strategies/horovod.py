@@ -104,6 +104,7 @@ def _own_host(hvd: ModuleType) -> str:
 
 def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> Distribution:
     """Builds the strategy of one replica on device `name` of this process, and Horovod between the processes."""
+    import keras
     import tensorflow as tf
 
     from tfdist.distributed.collectives import bucketed, gather_by_sum
@@ -125,8 +126,10 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
         op = hvd.Average if getattr(reduce_op, "value", reduce_op).upper() == "MEAN" else hvd.Sum
         return tf.nest.map_structure(lambda t: hvd.allreduce(t, op=op), value)
 
-    # Layers, such as a synchronized BatchNorm, would reduce over the one replica of their context.
+    # Layers, such as a synchronized BatchNorm, would reduce over the one replica of their context. Keras' optimizers
+    # reduce, too: a script that applies gradients by itself has the same ones on every rank.
     tf.distribute.get_replica_context().all_reduce = all_reduce
+    keras.optimizers.Optimizer._all_reduce_sum_gradients = lambda self, grads_and_vars: grads_and_vars
     exchanges: dict[str, Any] = {"all_sum": all_sum, "all_gather": all_gather, "broadcast": broadcast}
     return Distribution(
         name="horovod",
