@@ -1,10 +1,14 @@
 """Text for language models: every byte once, in files' order, in memory or from the files."""
 
 import ast
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import REPOSITORY
 from support.refusals import refused
 from support.source_columns import columns_of
 
@@ -136,3 +140,21 @@ def test_the_standard_library():
     np.testing.assert_array_equal(x.reshape(-1)[1:], y.reshape(-1)[:-1])
     first = text.pathlib.Path(ast.__file__).read_bytes()
     assert bytes(x.reshape(-1).tolist()) == first[:3200]
+
+
+def test_a_folder_that_may_not_be_read_is_not_left_out(tmp_path):
+    """By a process without root's right to read everything."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir(mode=0)
+    code = (
+        "from tfdist.data.datasets import tables, text\n"
+        "for files, path in [(text.files, '.'), (text.files, '*/*.txt'), (text.files, '**/*.txt'),\n"
+        "                    (lambda path: tables.files_by_split('csv', path), '*/*.csv')]:\n"
+        "    try: print(files(path))\n"
+        "    except Exception as error: print(error)\n"
+    )
+    plain = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([*plain, sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    told = [line.replace("./", "") for line in done.stdout.splitlines()]
+    assert told == ["the folder b cannot be read: correct its permissions"] * 4, done.stderr[-1000:]

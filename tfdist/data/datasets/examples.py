@@ -3,10 +3,11 @@
 Splits are in the syntax of TFDS: `train`, `train[:90%]`, `train[100:]`, `train[:-50]+test`.
 """
 
+import glob
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import keras
 import numpy as np
@@ -185,6 +186,23 @@ SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "dev", "test",
 def split_names(texts: Iterable[str]) -> set[str]:
     """Returns the names of the splits that these texts are slices of."""
     return {part.split("[")[0].strip() for text in texts for part in text.split("+")}
+
+
+def unreadable(folder: str) -> NoReturn:
+    """Refuses a folder that may not be read, and would be left out."""
+    raise UserError(f"the folder {folder} cannot be read", "correct its permissions")
+
+
+def matching(pattern: str) -> list[str]:
+    """Returns the files that a pattern finds, sorted; UserError for a folder that `glob` leaves out in silence."""
+    rest = pattern
+    while glob.has_magic(rest):
+        rest, name = os.path.split(rest)
+        needs = os.X_OK | (os.R_OK if glob.has_magic(name) else 0)
+        for folder in glob.iglob(rest or ".", recursive=True):
+            if os.path.isdir(folder) and not os.access(folder, needs):
+                unreadable(folder)
+    return sorted(f for f in glob.glob(pattern, recursive=True) if os.path.isfile(f))
 
 
 def by_file_name(paths: Iterable[str]) -> dict[str, list[str]]:

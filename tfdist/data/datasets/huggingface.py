@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist.config.field_syntax import Options, expanded
 from tfdist.data import image_decoding
 from tfdist.data.datasets import examples
-from tfdist.data.datasets.examples import Parts, by_file_name, cut_splits, split_names
+from tfdist.data.datasets.examples import Parts, by_file_name, cut_splits, matching, split_names
 from tfdist.data.loaded import Loaded
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError, one_line
@@ -83,10 +83,10 @@ def tar_files(path: str) -> dict[str, list[str]]:
         patterns = [os.path.join(glob.escape(path), end) for end in ("*.tar", "*.tar.*", "*.tgz")]
     else:
         patterns = [glob.escape(path)] if os.path.isfile(path) else expanded("data.name", path)
-    found = {pattern: glob.glob(pattern, recursive=True) for pattern in patterns}
+    found = {pattern: matching(pattern) for pattern in patterns}
     if missing := [p for p in patterns if not (found[p] or glob.has_magic(p))]:
         raise UserError(f"{what}: there is no file {missing[0]}", "correct the name or its numbers, or bring it here")
-    paths = sorted({f for matching in found.values() for f in matching if os.path.isfile(f)})
+    paths = sorted({f for files in found.values() for f in files})
     if not paths:
         raise UserError(f"{what} has no files", "give a tar file, a folder, or a pattern such as train-{000..009}.tar")
     return by_file_name(paths)

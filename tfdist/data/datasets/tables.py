@@ -18,7 +18,7 @@ from tfdist.config.field_syntax import Options
 from tfdist.config.messages import logger
 from tfdist.data.datasets import csv_reader, parquet_reader
 from tfdist.data.datasets.csv_reader import Table
-from tfdist.data.datasets.examples import check_options, first_few, select_split, split_names
+from tfdist.data.datasets.examples import check_options, first_few, matching, select_split, split_names
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, crc, order
 from tfdist.data.spec import Column, Spec
@@ -38,7 +38,7 @@ def files_by_split(kind: str, path: str) -> dict[str, list[str]]:
     """
     endings, path = ENDINGS[kind], os.path.expanduser(path)
     if os.path.isdir(path):
-        paths = sorted(f for end in endings for f in glob.glob(os.path.join(glob.escape(path), f"*.{end}")))
+        paths = sorted(f for end in endings for f in matching(os.path.join(glob.escape(path), f"*.{end}")))
         stems = {f: next(f.removesuffix(f".{e}") for e in reversed(endings) if f.endswith(f".{e}")) for f in paths}
         named: dict[str, list[str]] = {}
         for file, stem in stems.items():
@@ -48,7 +48,7 @@ def files_by_split(kind: str, path: str) -> dict[str, list[str]]:
                 raise UserError(f"{stem}.csv is there as .csv and as .csv.gz", "remove one of them")
             return named
     else:
-        paths = [path] if os.path.isfile(path) else sorted(f for f in glob.glob(path) if os.path.isfile(f))
+        paths = [path] if os.path.isfile(path) else matching(path)
     if not paths:
         word = {"csv": "CSV", "parquet": "Parquet"}[kind]
         what = f"data.name={kind}:{path} has no files"

@@ -1,7 +1,6 @@
 """Text for language models: bytes as tokens, of files in windows without padding, or of Python's standard library."""
 
 import dataclasses
-import glob
 import os
 import pathlib
 import sysconfig
@@ -11,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.config import field_syntax
-from tfdist.data.datasets.examples import Parts, cut_splits
+from tfdist.data.datasets.examples import Parts, cut_splits, matching, unreadable
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays, Records, crc
 from tfdist.data.spec import Spec
@@ -81,7 +80,7 @@ def files(path: str) -> dict[str, list[str]]:
     """
     path = os.path.expanduser(path)
     if not os.path.isdir(path):
-        by_split = {"train": sorted(f for f in glob.glob(path, recursive=True) if os.path.isfile(f))}
+        by_split = {"train": matching(path)}
     else:
         entries = sorted(os.path.join(path, name) for name in os.listdir(path) if not name.startswith("."))
         by_name: dict[str, list[str]] = {}
@@ -97,7 +96,8 @@ def files(path: str) -> dict[str, list[str]]:
 def _below(entry: str) -> list[str]:
     if os.path.isfile(entry) or not os.path.exists(entry):  # a link to nothing is not left out in silence
         return [entry]
-    inside = (os.path.join(folder, name) for folder, _, names in os.walk(entry) for name in names)
+    walk = os.walk(entry, onerror=lambda error: unreadable(error.filename))
+    inside = (os.path.join(folder, name) for folder, _, names in walk for name in names)
     return sorted(
         f for f in inside if not any(part.startswith(".") for part in os.path.relpath(f, entry).split(os.sep))
     )

@@ -69,7 +69,7 @@ def files(path: str) -> dict[str, list[str]]:
     """Finds the files of each split, sorted, see `splits.by_file_name`; of a folder, all but hidden ones."""
     path = os.path.expanduser(path)
     pattern = os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path
-    paths = sorted(f for f in glob.glob(pattern, recursive=True) if os.path.isfile(f))
+    paths = examples.matching(pattern)
     if not paths:
         what = f"data.name=tfrecord:{path} has no files"
         raise UserError(what, "give a file, a folder, or a pattern such as *.tfrecord")
