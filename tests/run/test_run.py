@@ -5,6 +5,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import subprocess
 import sys
 
@@ -514,7 +515,7 @@ class Data(keras.utils.PyDataset):
 
 @pytest.mark.faults
 def test_what_only_the_script_knows_of_a_finished_call_is_made_again(script, tmp_path):
-    """A callback's own attributes, and a generator that later calls go on with."""
+    """A callback's own attributes, a generator that later calls go on with, and files that callbacks go on with."""
     (tmp_path / "own.py").write_text("""
 import os, signal, sys
 import keras, numpy as np
@@ -530,18 +531,23 @@ def batches(draw=np.random.default_rng(2)):
 model, best = keras.Sequential([keras.layers.Dense(1)]), Best()
 model.compile("sgd", "mse")
 x = np.random.normal(size=(12, 3))
-model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[best])
+logs = [keras.callbacks.CSVLogger("rows.csv", append=True)]
+logs += [keras.callbacks.BackupAndRestore("backup", delete_checkpoint=False)]
+print("history", model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[best, *logs]).history)
 print("history", model.fit(batches(), verbose=0).history)
 if "KILL" in os.environ:
     os.kill(os.getpid(), signal.SIGKILL)
 print("history", model.fit(batches(), verbose=0).history)
 print("weights", best.best, [float(w.sum()) for w in model.get_weights()])
 """)
-    whole = script("--strategy=default", program=("own.py",))
+    whole, rows = script("--strategy=default", program=("own.py",)), (tmp_path / "rows.csv").read_text()
+    (tmp_path / "rows.csv").unlink()
+    shutil.rmtree(tmp_path / "backup")
     flags = ("--strategy=default", "--workdir=kept")
     assert script(*flags, program=("own.py",), KILL="1").returncode == -9
     again = script(*flags, program=("own.py",))
     assert again.returncode == 0 and again.stdout == whole.stdout, again.stderr
+    assert (tmp_path / "rows.csv").read_text() == rows
     assert "call 1 of fit trains again from its start, with the same result: Best is a callback" in again.stderr
     assert "call 2 of fit trains again from its start, with the same result: x is a generator" in again.stderr
 

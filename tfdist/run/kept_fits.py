@@ -104,10 +104,12 @@ class KeptFits:
                 logger.info(f"call {self._number} of fit trains again from its start, with the same result: {why}")
                 if where.is_chief:
                     files.prune(folder, set())
+                    _put_back(before.get("continued", {}))
             elif before["changed"] and not self._options.resume_changed:  # the script may load it next
                 what = f"call {self._number} of fit wrote {before['changed']}, which has changed since"
                 raise UserError(what, "give each call its own file and start anew, or use --resume_changed")
-        record = self._begin_random(folder, {"facts": facts, "mark": mark}, before) | {"facts": facts}
+        new = {"facts": facts, "mark": mark, "continued": _continued(arguments)}
+        record = self._begin_random(folder, new, before) | {"facts": facts}
         # So that no checkpoint of another folder is taken for one of this call; records of 0.2.0 have no mark.
         of_call = {"call of fit": record["mark"]} if "mark" in record else {}
         changed = self._options.resume_changed
@@ -240,6 +242,26 @@ def _callbacks(arguments: Mapping[str, Any]) -> list[keras.callbacks.Callback]:
 def _written(arguments: Mapping[str, Any]) -> list[str]:
     """Returns what ModelCheckpoints write."""
     return [str(path) for callback in _callbacks(arguments) if (path := getattr(callback, "filepath", ""))]
+
+
+def _continued(arguments: Mapping[str, Any]) -> dict[str, int | None]:
+    """Returns what callbacks go on with when they begin, files and folders, with their bytes; None of what is not."""
+    names = [getattr(callback, "backup_dir", "") for callback in _callbacks(arguments)]
+    rows = [c for c in _callbacks(arguments) if isinstance(c, keras.callbacks.CSVLogger)]
+    names += [callback.filename for callback in rows if callback.append]
+    return {str(name): os.path.getsize(name) if os.path.exists(name) else None for name in names if name}
+
+
+def _put_back(continued: Mapping[str, int | None]) -> None:
+    """Puts back what callbacks went on with when a call first began, which is to train again from its start."""
+    for path, size in ((pathlib.Path(name), size) for name, size in continued.items()):
+        if path.is_file():
+            os.truncate(path, min(size or 0, path.stat().st_size))
+        elif path.exists() and size is None:
+            logger.info(f"{path}, which this call has written, is now {files.set_aside(path)}")
+        elif path.exists():
+            what = f"a call of fit that trains again from its start went on from {path}, which has changed since"
+            raise UserError(what, "give each call a folder of its own, or use --resume=never")
 
 
 def _not_kept(arguments: Mapping[str, Any]) -> str:
