@@ -59,10 +59,6 @@ class Table:
         return np.array(known, np.int64)[self.categories[name]]
 
 
-class _ManyTexts(Exception):  # noqa: N818  a reason to begin anew and no error
-    """A column that began with numbers is a category after all."""
-
-
 class TableBuilder:
     """Adds up the columns of a table, chunk by chunk; whoever adds chunks completes `kinds`."""
 
@@ -161,12 +157,11 @@ def read(
     collecting = gc.isenabled()
     gc.disable()  # it looks through all of TensorFlow again and again while lists are made: a third of the time
     try:
-        while True:
-            try:
-                table = _Reader(columns, kinds, delimiter).read(paths, skip)
-                break
-            except _ManyTexts as column:
-                kinds[str(column)] = "category"
+        reader = _Reader(columns, kinds, delimiter)
+        while texts := reader.read(paths):
+            kinds |= dict.fromkeys(texts, "category")
+            reader = _Reader(columns, kinds, delimiter)
+        table = reader.table(f"{paths[0]} has no rows below its header", skip)
     finally:
         if collecting:
             gc.enable()
@@ -189,7 +184,8 @@ class _Reader(TableBuilder):
         self._present = dict.fromkeys(columns, 0)
         self._count = 0  # rows of the files so far
 
-    def read(self, paths: Sequence[str], skip: bool | None) -> Table:
+    def read(self, paths: Sequence[str]) -> list[str]:
+        """Reads all files; returns the columns that began with numbers and are categories after all."""
         first = header(paths[0], self._delimiter)
         for path in paths:
             names = header(path, self._delimiter)
@@ -199,10 +195,8 @@ class _Reader(TableBuilder):
                 reader = csv.reader(file, delimiter=self._delimiter, strict=True)
                 next(reader)
                 self._read_file(path, reader, names)
-        for name in self.columns:
-            if name not in self._given and self._wrong[name] > (1 - NUMBERS) * self._present[name]:
-                raise _ManyTexts(name)
-        return self.table(f"{paths[0]} has no rows below its header", skip)
+        found = [name for name in self.columns if name not in self._given]
+        return [name for name in found if self._wrong[name] > (1 - NUMBERS) * self._present[name]]
 
     def _read_file(self, path: str, reader: "_csv.Reader", names: list[str]) -> None:
         where = [names.index(name) for name in self.columns]
