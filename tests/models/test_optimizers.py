@@ -41,7 +41,7 @@ def nested():
 def found(model, rates, decay=1.0):
     """Factor by the name of the innermost layer."""
     given = optimizers.layer_factors(model, rates, decay)
-    return {chain[-1]: factor for (_, chain), factor in zip(optimizers._owned(model), given, strict=True)}
+    return {chain[-2]: factor for chain, factor in zip(optimizers._chains(model), given, strict=True)}
 
 
 def test_the_decay_goes_down_from_the_output_by_layers_and_blocks():

@@ -6,7 +6,7 @@ import fnmatch
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -140,18 +140,6 @@ _SHOWN = 12  # names in a message
 _SMALLEST = 1e-6  # share of the learning rate below which a layer does not move in float32
 
 
-class _Owned(NamedTuple):
-    """A trainable variable and where it is."""
-
-    variable: keras.Variable
-    chain: tuple[str, ...]  # names of the layers that it is in, from the outermost on; none for one of the model itself
-
-    @property
-    def nearest(self) -> str:
-        """The name to show a person."""
-        return self.chain[-1] if self.chain else self.variable.name
-
-
 def layer_factors(model: keras.Model, rates: Mapping[str, float], decay: float = 1.0) -> tuple[float, ...]:
     """Computes the factor on learning rate and decoupled weight decay of each trainable variable; none if all are 1.
 
@@ -184,14 +172,13 @@ def layer_factors(model: keras.Model, rates: Mapping[str, float], decay: float =
 
 def matching(model: keras.Model, pattern: str, what: str) -> list[int]:
     """Returns the indices of the trainable variables that match a pattern; `what` names its purpose in messages."""
-    matched, owned = [], _owned(model)
-    for i, (variable, chain) in enumerate(owned):
+    matched = []
+    for i, (variable, chain) in enumerate(zip(model.trainable_variables, _chains(model))):
         paths = ["/".join(chain[: end + 1]) for end in range(len(chain))]
-        names = {*chain, *paths, "/".join((*chain, variable.name)), variable.name, variable.path}
-        if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        if any(fnmatch.fnmatchcase(name, pattern) for name in {*chain, *paths, variable.path}):
             matched.append(i)
     if not matched:
-        layers = list(dict.fromkeys(one.nearest for one in owned))
+        layers = list(dict.fromkeys(_nearest_layers(model)))
         more = f" and {len(layers) - _SHOWN} more" if len(layers) > _SHOWN else ""
         raise UserError(
             f"{what}: {pattern!r} matches nothing that is trained: there are {', '.join(layers[:_SHOWN])}{more}"
@@ -201,7 +188,7 @@ def matching(model: keras.Model, pattern: str, what: str) -> list[int]:
 
 def describe_factors(model: keras.Model, layer_factors: Sequence[float]) -> str:
     """Returns the extremes of `layer_factors`: `x0.1 (conv2d) to x10 (dense)`."""
-    layers = [owned.nearest for owned in _owned(model)]
+    layers = _nearest_layers(model)
     low, high = min(layer_factors), max(layer_factors)
     return f"x{low:.3g} ({layers[layer_factors.index(low)]}) to x{high:.3g} ({layers[layer_factors.index(high)]})"
 
@@ -215,11 +202,16 @@ def with_weights(layer: keras.Layer, names: tuple[str, ...] = ()) -> Iterator[Na
         yield from with_weights(inner, around)
 
 
-def _owned(model: keras.Model) -> list[_Owned]:
-    """The trainable variables, in their order."""
+def _chains(model: keras.Model) -> list[tuple[str, ...]]:
+    """The names of the layers that each trainable variable is in, from the outermost on, and its own behind them."""
     own = keras_internals.own_variables
-    chains = {id(variable): names[::-1] for layer, names in with_weights(model) for variable in own(layer)}
-    return [_Owned(variable, chains.get(id(variable), ())) for variable in model.trainable_variables]
+    around = {id(variable): names[::-1] for layer, names in with_weights(model) for variable in own(layer)}
+    return [(*around.get(id(variable), ()), variable.name) for variable in model.trainable_variables]
+
+
+def _nearest_layers(model: keras.Model) -> list[str]:
+    """What to show a person of each trainable variable: its layer, or its own name if it is of the model itself."""
+    return [chain[-2:][0] for chain in _chains(model)]
 
 
 def _by_depth(model: keras.Model, variables: list[keras.Variable], decay: float) -> list[float]:
