@@ -41,16 +41,15 @@ def take(model: keras.Model, path: str) -> str:
         own = f"{folder}/own.weights.h5"
         model.save_weights(own)
         with h5py.File(own, "r+") as file:
-            here = {key: file[place].shape for key, place in _places(file).items()}
+            here = _places(file)
             alike = Counter(key[:-1] for key in given), Counter(key[:-1] for key in here)
             fits = [
                 key
-                for key, shape in here.items()
-                if key in given and given[key].shape == shape and alike[0][key[:-1]] == alike[1][key[:-1]]
+                for key, place in here.items()
+                if key in given and given[key].shape == file[place].shape and alike[0][key[:-1]] == alike[1][key[:-1]]
             ]
-            places = _places(file)
             for key in fits:
-                file[places[key]][...] = given[key]
+                file[here[key]][...] = given[key]
         if not fits:
             raise UserError(
                 f"model.weights={path!r} has nothing that fits: it has {_layers(given)}, the model has {_layers(here)}"
