@@ -174,16 +174,12 @@ def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> dict[str, st
     # The cmake of the extra lies beside the interpreter, which need not be on PATH.
     path = os.pathsep.join([sysconfig.get_path("scripts"), environ.get("PATH", os.defpath)])
     program = lambda *names: next(filter(None, (shutil.which(name, path=path) for name in names)), "")
-    missing: list[str] = []
-    packages: list[str] = []
-    fixes: list[str] = []
+    lacking: list[tuple[str, str, str]] = []
 
     def need(there: object, what: str, fix: str = "", apt: str = "") -> None:
         """Notes what is missing unless it is there; a command or hint, or Debian's packages, help."""
         if not there:
-            missing.append(what)
-            packages.extend(filter(None, [apt]))
-            fixes.extend(filter(None, [fix]))
+            lacking.append((what, fix, apt))
 
     use = {
         "PATH": path,
@@ -215,7 +211,8 @@ def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> dict[str, st
         need(cuda, "the CUDA toolkit (nvcc)", "set HOROVOD_CUDA_HOME to its folder")
         need(_has_nccl(environ), "NCCL (nccl.h)", "set HOROVOD_NCCL_HOME to its folder", apt="libnccl-dev")
         use |= {"HOROVOD_CUDA_HOME": cuda}
-    if missing:
+    if lacking:
+        missing, fixes, packages = (list(filter(None, column)) for column in zip(*lacking))
         installs = [f"apt-get install {' '.join(packages)}"] if packages else []
         fix = "; ".join(dict.fromkeys([*installs, *fixes]))
         raise UserError(f"Horovod cannot be built without {', '.join(missing)}", fix)
