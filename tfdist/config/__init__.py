@@ -13,9 +13,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-MODELS = (
-    "cnn", "mlp", "conv_bn", "alexnet", "resnet_cifar", "vit", "gpt", "table_mlp",
-)  # fmt: skip
+MODELS = ("cnn", "mlp", "conv_bn", "alexnet", "resnet_cifar", "vit", "gpt", "table_mlp")
 KERAS_NAMES: dict[str, list[str]] = json.loads(pathlib.Path(__file__).with_name("keras_names.json").read_text())
 """Functions and classes of Keras that experiments may name, listed so that a misspelt name needs no Keras."""
 APPLICATIONS = tuple(KERAS_NAMES["applications"])
