@@ -33,7 +33,7 @@ _PROOF = re.compile(r"([0-9a-f]{64})?")
 
 
 class WireError(Exception):
-    """The other side is lost, silent, or no tfdist process that knows the secret."""
+    """The other side cannot be reached, is lost, silent, or no tfdist process that knows the secret."""
 
 
 class SilenceError(WireError):
@@ -53,10 +53,6 @@ class ForeignError(WireError):
 
 class SecretError(WireError):
     """The other side is a tfdist process with another secret."""
-
-
-class UnreachableError(WireError):
-    """No connection could be opened."""
 
 
 class Connection:
@@ -192,7 +188,7 @@ def connect(host: str, port: int, secret: str = "", timeout: float = HANDSHAKE_S
     try:
         connection = Connection(socket.create_connection((host, port), timeout))
     except OSError as error:
-        raise UnreachableError(str(error.strerror or error).lower()) from None
+        raise WireError(str(error.strerror or error).lower()) from None
     try:
         greeting = connection.receive(timeout)
         if greeting.get("tfdist") != VERSION:
