@@ -107,24 +107,21 @@ class Records(Source):
         return np.bincount(self.labels, minlength=classes)
 
     def map_targets(self, function: Callable[..., tuple]) -> "Records":
-        decode = self.decode
-
-        def mapped(stored: Structure, seed: tf.Tensor) -> tuple:
-            x, *rest = decode(stored, seed)
+        def decode(stored: Structure, seed: tf.Tensor) -> tuple:
+            x, *rest = self.decode(stored, seed)
             _, *rest = function(x, *keras.tree.map_structure(lambda t: tf.expand_dims(t, 0), rest))
             return x, *keras.tree.map_structure(lambda t: t[0], rest)
 
-        return dataclasses.replace(self, decode=mapped)
+        return dataclasses.replace(self, decode=decode)
 
     def map_inputs(self, function: Callable[[Structure, tf.Tensor], Structure]) -> "Records":
         """Returns records whose inputs are function(input, seed), one by one."""
-        decode = self.decode
 
-        def mapped(stored: Structure, seed: tf.Tensor) -> tuple:
-            x, *rest = decode(stored, seed)
+        def decode(stored: Structure, seed: tf.Tensor) -> tuple:
+            x, *rest = self.decode(stored, seed)
             return function(x, seed), *rest
 
-        return dataclasses.replace(self, decode=mapped)
+        return dataclasses.replace(self, decode=decode)
 
     def by_number(self, field: str) -> "Records":
         return self
