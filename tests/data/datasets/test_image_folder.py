@@ -519,14 +519,14 @@ def test_a_marker_without_a_length_hides_no_size(marker, tmp_path):
     (tmp_path / "x.jpg").write_bytes(content)
     assert tf.io.decode_jpeg(content).shape == (13, 21, 3)
     (look,) = image_folder.look_at([str(tmp_path / "x.jpg")])
-    assert look.canvas == (13, 21)
+    assert look.size == (13, 21)
 
 
 @pytest.mark.parametrize("lossless", [True, False])
 def test_webp_sizes_are_read(lossless, tmp_path):
     save(tmp_path / "x.webp", picture(1, (13, 21)), lossless=lossless)
     (look,) = image_folder.look_at([str(tmp_path / "x.webp")])
-    assert look.canvas == (13, 21)
+    assert look.size == (13, 21)
 
 
 def test_huge_images_are_skipped_or_allowed(tmp_path, said):

@@ -46,22 +46,21 @@ class Look:
     """A file's kind and size by its first and last bytes."""
 
     kind: str = ""  # `jpeg`, `png`, `gif`, `bmp` or `webp`; empty for something else
-    size: tuple[int, int] = (0, 0)  # height and width, or zeros where they cannot be told
+    size: tuple[int, int] = (0, 0)  # height and width by the header, for which memory is taken, or once it is decoded
     problem: str = ""  # what is wrong, or empty
     doubtful: bool = False  # only decoding it tells whether it is an image
-    canvas: tuple[int, int] = (0, 0)  # by the header alone, for which memory is taken before a byte is decoded
     frames: int = 0  # pixels of all frames of a GIF, which are all unpacked
 
     @property
     def pixels(self) -> int:
-        return max(self.frames, self.canvas[0] * self.canvas[1])
+        return max(self.frames, self.size[0] * self.size[1])
 
     @property
     def extent(self) -> str:
         """Describes the pixels in a message."""
-        if self.frames > self.canvas[0] * self.canvas[1]:
+        if self.frames > self.size[0] * self.size[1]:
             return f"{self.frames:,} pixels in its frames"
-        return f"{self.canvas[1]} x {self.canvas[0]} pixels"
+        return f"{self.size[1]} x {self.size[0]} pixels"
 
 
 def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
@@ -153,14 +152,14 @@ def _judged(file: int, head: bytes, tail: bytes, length: int) -> Look:
         if size == (0, 0):
             return Look("jpeg", problem="is cut off")
         # Behind the end there may be more, such as zeros or a film: those are decoded to be sure.
-        return Look("jpeg", size, doubtful=not tail.endswith(b"\xff\xd9"), canvas=size)
+        return Look("jpeg", size, doubtful=not tail.endswith(b"\xff\xd9"))
     if head.startswith(b"\x89PNG\r\n\x1a\n"):
         width, height = struct.unpack(">II", head[16:24])
-        return Look("png", (height, width), doubtful=b"IEND" not in tail, canvas=(height, width))
+        return Look("png", (height, width), doubtful=b"IEND" not in tail)
     if head.startswith((b"GIF87a", b"GIF89a")):
-        # A frame may be smaller than the whole, so the size is left to the decoder.
-        canvas, frames = image_decoding.gif_size(os.pread(file, length, 0))
-        return Look("gif", doubtful=True, canvas=canvas, frames=frames)
+        # A frame may be smaller than the whole, so the decoder has the last word.
+        size, frames = image_decoding.gif_size(os.pread(file, length, 0))
+        return Look("gif", size, doubtful=True, frames=frames)
     if head.startswith(b"BM"):
         (end, header), (bits,) = struct.unpack("<II", head[10:18]), struct.unpack("<H", head[28:30])
         start = os.pread(file, 2048, 0)
@@ -168,9 +167,9 @@ def _judged(file: int, head: bytes, tail: bytes, length: int) -> Look:
         colors = [start[i : i + 3] for i in range(14 + header, min(end, len(start)) - 3, 4)]
         if bits < 24 and any(color != bytes([i] * 3) for i, color in enumerate(colors)):
             return Look("bmp", problem="is a BMP with a palette, which TensorFlow does not decode")
-        return Look("bmp", doubtful=True, canvas=image_decoding.bmp_size(head))
+        return Look("bmp", image_decoding.bmp_size(head), doubtful=True)
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
-        return Look("webp", doubtful=True, canvas=image_decoding.webp_size(head))
+        return Look("webp", image_decoding.webp_size(head), doubtful=True)
     return Look(problem="is not a JPEG, PNG, GIF, BMP or WebP image")
 
 
