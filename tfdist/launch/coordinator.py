@@ -28,10 +28,6 @@ _POLL_S = 2.0  # longest wait for an event
 NodeEvent: TypeAlias = tuple[int, wire.Message]  # a node and an event on it, for `AttemptOutcome.hear`
 
 
-class _Stopped(Exception):  # noqa: N818  an event and no error
-    """A signal came while no worker was running."""
-
-
 def run(plan: node_agent.LaunchPlan, events: Events, screen: Screen) -> int:
     """Runs this node's launcher; in an elastic job the one that can listen at `plan.nodes.addr` is node 0.
 
@@ -47,10 +43,9 @@ def run(plan: node_agent.LaunchPlan, events: Events, screen: Screen) -> int:
             else:
                 return coordinator.run()
         return node_agent.follow(plan, events, screen)
-    except Signalled:
-        name = events.signals[0]
-        screen.say(f"{name}: no worker was running", error=True)
-        return node_agent.code_of(name)
+    except Signalled as stopped:
+        screen.say(f"{stopped}: no worker was running", error=True)
+        return node_agent.code_of(str(stopped))
 
 
 class Coordinator:
@@ -105,7 +100,7 @@ class Coordinator:
                         self._idle(node, event)
         except UserError as error:
             wrong, line = error, f"error: {error}"
-        except _Stopped as stopped:
+        except Signalled as stopped:
             code, line = node_agent.code_of(str(stopped)), f"{stopped}: no worker was running"
         if self._agent.folder:
             self._agent.folder.release()
@@ -165,7 +160,7 @@ class Coordinator:
         """Handles the event of a node that takes no part in an attempt."""
         if event["event"] == "signal":
             if not (self._nodes.elastic and node):
-                raise _Stopped(event["name"])
+                raise Signalled(event["name"])
             self._dismiss(node, NodeExit.by_signal(event["name"]))
         elif event["event"] == "lost":
             self._screen.say(event["line"], error=True)

@@ -29,7 +29,7 @@ from tfdist.distributed.child_process import GRACE_S, end_with_the_parent
 
 
 class Signalled(Exception):  # noqa: N818  an event and no error
-    """A signal came where `Events.interruptible` lets it stop the work."""
+    """A signal of this name came where `Events.interruptible` lets it stop the work, or no worker was running."""
 
 
 class Events:
@@ -68,7 +68,7 @@ class Events:
         if number != signal.SIGCHLD:
             self.signals.append(signal.Signals(number).name)
             if self._interruptible:
-                raise Signalled
+                raise Signalled(self.signals[0])
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -76,7 +76,7 @@ class Events:
         self._interruptible = True
         try:
             if self.signals:
-                raise Signalled
+                raise Signalled(self.signals[0])
             yield
         finally:
             self._interruptible = False
