@@ -101,11 +101,8 @@ class Comparison:
         return row
 
     def _start(self, t: trial.Trial) -> trial.Outcome:
-        with contextlib.ExitStack() as stack:
-            tick = lambda seconds: None
-            if self._console.is_terminal:
-                status = stack.enter_context(self._console.status(t.name, spinner="line", refresh_per_second=2))
-                tick = lambda seconds: status.update(f"{t.name}: {_epoch(t.folder)}{seconds:.0f} s")
+        with self._console.status(t.name, spinner="line", refresh_per_second=2) as status:  # on a terminal only
+            tick = lambda seconds: status.update(f"{t.name}: {_epoch(t.folder)}{seconds:.0f} s")
             return trial.run(t, self._settings.time_limit, tick)
 
     def _compare_weights(self) -> None:
