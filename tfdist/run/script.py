@@ -9,7 +9,7 @@ import runpy
 import sys
 import traceback
 import types
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from absl import flags
 
@@ -98,7 +98,7 @@ def _executed(program: Program, distribution: Distribution) -> int:
         raise TrainingError(f"{place}: {error}") from error
     except Exception as error:
         trace = error.__traceback__
-        while trace and not _of_program(trace, program):
+        while trace and not _of_program(trace.tb_frame, program):
             trace = trace.tb_next
         if trace is None and isinstance(error, ImportError):
             raise UserError(f"-m {program.name} cannot be run: {error}", "name a module that Python finds") from None
@@ -107,20 +107,16 @@ def _executed(program: Program, distribution: Distribution) -> int:
         return 1
 
 
-def _of_program(trace: TracebackType, program: Program) -> bool:
+def _of_program(frame: FrameType, program: Program) -> bool:
     """Whether a frame is of the program, and not of what has started it."""
-    file = trace.tb_frame.f_code.co_filename
-    return trace.tb_frame.f_globals.get("__name__") == "__main__" and (program.is_module or file == program.name)
+    own = program.is_module or frame.f_code.co_filename == program.name
+    return own and frame.f_globals.get("__name__") == "__main__"
 
 
 def _place(trace: TracebackType | None, program: Program) -> str:
     """Returns the last line of the program itself in a traceback, such as `train.py, line 12`; "" for none."""
-    place = ""
-    while trace:
-        if _of_program(trace, program):
-            place = f"{os.path.basename(trace.tb_frame.f_code.co_filename)}, line {trace.tb_lineno}"
-        trace = trace.tb_next
-    return place
+    places = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace) if _of_program(f, program)]
+    return f"{os.path.basename(places[-1][0])}, line {places[-1][1]}" if places else ""
 
 
 def _warn_of_shared_files(distribution: Distribution) -> None:
