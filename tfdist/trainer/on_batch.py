@@ -124,17 +124,14 @@ def _logs(model: keras.Model, kind: str, columns: tuple, options: _Options, retu
     return logs if return_dict else keras_internals.metrics_in_order(model, logs)
 
 
-_PREPARED: dict[int, dict[str, "_OnBatch"]] = {}
-"""By the id of a model, until it is gone, and by `train`, `test` or `predict`."""
+_PREPARED: weakref.WeakKeyDictionary[keras.Model, dict[str, "_OnBatch"]] = weakref.WeakKeyDictionary()
+"""By `train`, `test` or `predict`, of each model."""
 
 
 def _prepared(model: keras.Model, kind: str, columns: tuple, options: _Options) -> "_OnBatch":
     """Returns what was prepared for these calls since the model was compiled."""
     distribution = options.distribution or connect.current(model.distribute_strategy)
-    prepared = _PREPARED.get(id(model))
-    if prepared is None:
-        prepared = _PREPARED[id(model)] = {}
-        weakref.finalize(model, _PREPARED.pop, id(model), None).atexit = False
+    prepared = _PREPARED.setdefault(model, {})
     parts = step_calls.compiled_parts(model, distribution)
     key = (distribution.jit, options.virtual_replicas, *map(id, parts))
     if kind not in prepared or prepared[kind].key != key:
