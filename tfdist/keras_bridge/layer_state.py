@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -266,13 +267,8 @@ def recomputation_refused() -> Iterator[None]:
 
 
 def _recomputing() -> bool:
-    frame = inspect.currentframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name in _RECOMPUTING and code.co_filename == _MODULE:
-            return True
-        frame = frame.f_back
-    return False
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(inspect.currentframe()))
+    return any(code.co_name in _RECOMPUTING and code.co_filename == _MODULE for code in codes)
 
 
 def inference_only(model: keras.Model, others: Iterable[keras.Layer] = ()) -> contextlib.AbstractContextManager[None]:

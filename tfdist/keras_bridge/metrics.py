@@ -194,10 +194,7 @@ def _of_workers(model: keras.Model, distribution: Distribution, losses: bool) ->
 def of_replica(model: keras.Model, losses: bool = False) -> dict[str, tf.Tensor]:
     """Returns the results of all metrics as they are; in replica context, of what this replica has updated."""
     of_losses = set() if losses else set(map(id, keras_internals.loss_metrics(model)))
-    by_name: dict[str, object] = {}
-    for metric in model.metrics:
-        if id(metric) not in of_losses:
-            by_name.update(_flat({metric.name: metric.result()}))
+    by_name = _flat({metric.name: metric.result() for metric in model.metrics if id(metric) not in of_losses})
     return {name: tf.convert_to_tensor(value) for name, value in by_name.items()}
 
 
