@@ -103,9 +103,7 @@ class _RowsOfReplica:
         """Returns the rows of this replica in their places, and zeros in the others."""
         after = self._places - self._before - self._number
         padded = tf.pad(value[: self._number], [[self._before, after], *[[0, 0]] * (value.shape.rank - 1)])
-        if self._static:
-            padded.set_shape([self._places, *value.shape[1:]])
-        return padded
+        return with_shape(padded, [self._places, *value.shape[1:]]) if self._static else padded
 
     def whole(self, spread: tf.Tensor, total: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
         """Returns the rows of all replicas behind each other, in the type of `value`."""

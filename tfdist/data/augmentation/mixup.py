@@ -22,9 +22,7 @@ def mixer(alphas: dict[str, float]) -> Callable[..., tuple]:
     @tf.autograph.experimental.do_not_convert
     def mix(columns: tuple, partners: tuple, seeds: tf.Tensor) -> tuple:
         drawn = tf.unstack(draws(seeds, 4), axis=1)
-        cuts = tf.fill(tf.shape(drawn[3]), "cutmix" in alphas)
-        if len(alphas) == 2:
-            cuts = drawn[3] < 0.5
+        cuts = drawn[3] < 0.5 if len(alphas) == 2 else tf.fill(tf.shape(drawn[3]), "cutmix" in alphas)
         x, share = columns[0], tf.ones_like(drawn[0])
         if "mixup" in alphas:
             share = tf.where(cuts, 1.0, _interpolated(quantiles["mixup"], drawn[0]))

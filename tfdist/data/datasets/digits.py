@@ -58,9 +58,8 @@ def some(split: str = "train", first: int = 0, last: int = 9, each: int = 0) -> 
         raise UserError(f"the digits from {first} to {last} are not at least two of 0 to 9", "correct data.options")
     rows = _rows()
     rows = rows[:TRAIN] if split == "train" else rows[TRAIN:]
-    chosen = [np.flatnonzero(rows[:, 64] == digit) for digit in range(first, last + 1)]
-    if each and split == "train":
-        chosen = [places[:each] for places in chosen]
+    most = each if each and split == "train" else None
+    chosen = [np.flatnonzero(rows[:, 64] == digit)[:most] for digit in range(first, last + 1)]
     rows = rows[np.sort(np.concatenate(chosen))]
     return rows[:, :64].reshape(-1, 8, 8, 1).astype(np.uint8), rows[:, 64] - first
 
