@@ -75,7 +75,7 @@ def test_no_number_of_a_file_is_taken_for_rounding(tmp_path):
 
 
 @pytest.mark.parametrize("weight, told", [(-0.5, "-0.5"), (np.nan, "nan"), (np.inf, "inf"), (1e300, "inf")])
-@pytest.mark.parametrize("shape", [(50,), (50, 2)])
+@pytest.mark.parametrize("shape", [(50,), (50, 1)])
 def test_weights_that_are_none(weight, told, shape, tmp_path):
     """The loss of an example would grow in training, or become NaN."""
     weights = np.ones(shape)
@@ -148,6 +148,8 @@ def damaged(path):
     (lambda p: npz(p / "a.npz", x=X, y=Y / 0), {}, "some targets are NaN or infinite"),
     (lambda p: npz(p / "a.npz", x=X / 0, y=Y), {}, "x has numbers that are NaN or infinite"),
     (lambda p: npz(p / "a.npz", x=X * 1e39, y=Y), {}, "x has numbers that are NaN or infinite in float32"),
+    (lambda p: npz(p / "a.npz", x=X, y=Y, w=np.ones((50, 2))), dict(options="weight=w"),
+     r"has weights \[2\] for each example, of targets \[\]: give one"),
     (lambda p: npz(p / "a.npz", x=X, y=Y * 1e39), {}, "some targets are NaN or infinite in float32"),
     (lambda p: npz(p / "a.npz", x_train=X / 1, y_train=Y, x_test=X / 0, y_test=Y), dict(eval_split="test"),
      "x_test has numbers that are NaN or infinite"),

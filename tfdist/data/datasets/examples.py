@@ -133,7 +133,9 @@ def targets_and_weights(
     """
     train, evaluation = splits
     y, other, classes = _targets(train[0], evaluation[0], options)
-    made = [[targets, *(_weights(w, what) for w in rest)] for targets, (_, *rest) in ((y, train), (other, evaluation))]
+    made = []
+    for targets, (_, *rest) in ((y, train), (other, evaluation)):
+        made.append([targets, *(_weights(w, targets, what) for w in rest)])
     return made[0], made[1], classes
 
 
@@ -165,8 +167,11 @@ def _targets(train: np.ndarray, evaluation: np.ndarray, options: Options) -> tup
     return one_each[0].astype(np.int32), one_each[1].astype(np.int32), classes
 
 
-def _weights(values: np.ndarray, what: str) -> np.ndarray:
+def _weights(values: np.ndarray, targets: np.ndarray, what: str) -> np.ndarray:
     """Returns sample weights; a negative one would make a loss grow."""
+    if values.shape[1:] not in ((), (1,), targets.shape[1 : values.ndim]):
+        told = f"{what} has weights {list(values.shape[1:])} for each example, of targets {list(targets.shape[1:])}"
+        raise UserError(told, "give one for each example, or for each target")
     with np.errstate(over="ignore"):  # is infinite then
         weights = values.astype(keras.config.floatx())
     wrong = weights[~((weights >= 0) & (weights < np.inf))]
