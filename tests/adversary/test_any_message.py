@@ -217,7 +217,7 @@ def another_node(pieces):
 
 def another_worker(pieces):
     near, connection = pair()
-    watch = Watch(0, ("h", "i"), {1: connection}, LIMIT_S, LIMIT_S, lambda failure: None)
+    watch = Watch(0, ("h", "i"), {1: connection}, LIMIT_S, LIMIT_S)
     speaker = threading.Thread(target=spoken, args=(near, pieces))
     speaker.start()
     with selectors.DefaultSelector() as watch._selector:

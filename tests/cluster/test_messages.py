@@ -127,7 +127,7 @@ def test_another_worker_that_speaks_nonsense_is_lost():
         near = socket.create_connection(listener.getsockname())
         far = listener.accept()[0]
     with near, far:
-        watch = Watch(0, ("h", "i"), {1: wire.Connection(far)}, 10, 10, print)
+        watch = Watch(0, ("h", "i"), {1: wire.Connection(far)}, 10, 10)
         near.sendall(b'{"gather": 0, "label": "x"}\n')
         with selectors.DefaultSelector() as watch._selector:
             watch._selector.register(watch._connections[1], selectors.EVENT_READ)
@@ -183,7 +183,7 @@ def test_shown():
 
 def test_last_words_are_seen_while_standard_error_is_kept_back(capfd):
     """As while TensorFlow is imported, when the chief may be killed."""
-    watch = Watch(1, ("h", "i"), {}, 10, 10, lambda failure: None)
+    watch = Watch(1, ("h", "i"), {}, 10, 10)
     watch.failure = "lost worker 0 (h): its process ended"
     with standard_error.kept() as file:
         os.write(2, b"noise\n")

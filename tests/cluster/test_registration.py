@@ -430,9 +430,9 @@ LOSSES = [  # what workers 0, 1 and 2 do, their exit codes, and what those with 
     ),
     ("stuck together", ["peers.doing('call', 7); stuck()"] * 3, [1, 1, 1],
      r"tfdist: failed: no worker has finished a call for \d+ s since update 7 \(--stall_timeout\)"),
-    ("a message without its parts", ["stuck()", "peers._watch.send({'beat': 'call'}); stuck()", "stuck()"], [1, 1, 1],
+    ("a message without its parts", ["stuck()", "peers.watch.send({'beat': 'call'}); stuck()", "stuck()"], [1, 1, 1],
      r"lost worker 1 \(HOST\): it sent what no process of tfdist sends|lost worker 0 \(HOST\): its process ended"),
-    ("a watch that breaks", ["peers._watch._check = None; stuck()", "stuck()", "stuck()"], [1, 1, 1],
+    ("a watch that breaks", ["peers.watch._check = None; stuck()", "stuck()", "stuck()"], [1, 1, 1],
      r"the watch on the other workers has failed: TypeError|lost worker 0 \(HOST\): (its process ended|it stopped)"),
     (
         "killed while others keep back what is printed",
@@ -465,7 +465,7 @@ def test_all_hear_of_a_loss(member, master, work, codes, message):
 
 
 def test_last_words_are_written_before_the_end(member, master, tmp_path):
-    then = "peers.last_words = lambda why: open('words', 'w').write(why); peers.gather('x'); stuck()"
+    then = "peers.watch.last_words = lambda why: open('words', 'w').write(why); peers.gather('x'); stuck()"
     ends(member(0, then, master=master), member(1, "peers.gather('x'); os.kill(os.getpid(), 9)", master=master))
     assert (tmp_path / "words").read_text() == f"lost worker 1 ({os.uname().nodename}): its process ended"
 
@@ -473,7 +473,7 @@ def test_last_words_are_written_before_the_end(member, master, tmp_path):
 def test_a_call_that_cannot_end_is_not_waited_for_but_a_thread_is(member, master):
     """Such as the one that writes a checkpoint: the interpreter would wait for it, too."""
     then = (
-        "import threading; told = threading.Event(); peers.last_words = lambda why: told.set()\n"
+        "import threading; told = threading.Event(); peers.watch.last_words = lambda why: told.set()\n"
         "work = lambda: (told.wait(), sum(range(10**7)), say('written'))\n"
         "threading.Thread(target=work, name='tfdist checkpoint').start()\n"
         "threading.Thread(target=stuck, name='pool').start()\n"
@@ -489,8 +489,7 @@ def test_a_call_that_cannot_end_is_not_waited_for_but_a_thread_is(member, master
 def test_a_silent_worker(member, master, silent):
     constants = {"SILENT_S": 1.0}
     then = (
-        "peers._watch.start_timeout = 0; peers.doing('python'); peers.gather('a'); print('beating', flush=True); "
-        "stuck()"
+        "peers.watch.start_timeout = 0; peers.doing('python'); peers.gather('a'); print('beating', flush=True); stuck()"
     )
     started = [member(r, then, size=3, master=master, constants=constants) for r in range(3)]
     for one in started:
@@ -519,7 +518,7 @@ def test_a_worker_that_is_stopped_when_it_has_just_saved(member, master):
 def test_a_worker_that_is_stopped_when_all_is_over(member, master):
     """Nobody needs it any more, but whoever has started the workers waits for its end."""
     options = {"master": master, "constants": {"SILENT_S": 1.0, "EXIT_WAIT_S": 1.5}}
-    words = "peers.last_words = lambda why: say('the result is lost'); peers.leave()"
+    words = "peers.watch.last_words = lambda why: say('the result is lost'); peers.leave()"
     first, other = (
         member(0, words, **options),
         member(1, "peers.leave(); os.kill(os.getpid(), signal.SIGSTOP)", **options),

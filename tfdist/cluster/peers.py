@@ -53,25 +53,13 @@ class Peers:
     ):
         self.rank, self.size = rank, len(hosts)
         self.hosts, self.addresses = hosts, addresses
-        self.last_words: Callable[[str], None] = lambda message: None
-        """Called with `failure` if another thread ends the process."""
-        self.on_loss: Callable[[], None] = lambda: None
-        """Called on the chief, beside the main thread, when another worker has died or fallen silent."""
-        self._watch = Watch(
-            rank,
-            hosts,
-            connections or {},
-            start_timeout,
-            stall_timeout,
-            lambda failure: self.last_words(failure),
-            lambda: self.on_loss(),
-        )
+        self.watch = Watch(rank, hosts, connections or {}, start_timeout, stall_timeout)
         self._alone = not connections
         self._held = held
         self._gathers = 0
         self._apart = ""  # what this worker does without the others, in words; "" while it does nothing of that kind
         if not self._alone:
-            self._watch.start()
+            self.watch.start()
             atexit.register(self._at_exit)
             _OPEN.add(self)
 
@@ -81,14 +69,14 @@ class Peers:
         Its exit handlers would end the run for its parent, or wait for a thread that the child does not have.
         """
         atexit.unregister(self._at_exit)
-        self._watch.abandon()
+        self.watch.abandon()
         self._apart = f"a process that worker {self.rank} has forked is not a worker"
         self.release_port()
 
     @property
     def failure(self) -> str:
         """Why the run cannot go on, once a worker is lost; else ""."""
-        return self._watch.failure
+        return self.watch.failure
 
     def release_port(self) -> None:
         """Gives up the reserved port, for TensorFlow to bind it in the next moment."""
@@ -102,12 +90,12 @@ class Peers:
         """
         if phase in heartbeat.TOGETHER:
             self._needs_others()
-        self._watch.begin(phase, update)
+        self.watch.begin(phase, update)
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Notes that this worker is in another phase meanwhile."""
-        before = self._watch.state.phase
+        before = self.watch.state.phase
         self.doing(phase)
         try:
             yield
@@ -140,7 +128,7 @@ class Peers:
 
     def seeing_signals(self) -> contextlib.AbstractContextManager[None]:
         """Sees signals even while the main thread, which handles them, waits in C++ for a lost worker."""
-        return contextlib.nullcontext() if self._alone else self._watch.seeing_signals()
+        return contextlib.nullcontext() if self._alone else self.watch.seeing_signals()
 
     def gather(self, label: str, value: object = None) -> list[Any]:
         """Waits until all workers have called this with the same label; returns their values (JSON), in order of rank.
@@ -151,9 +139,9 @@ class Peers:
             return [value]
         self._needs_others()
         number, self._gathers = self._gathers, self._gathers + 1
-        self._watch.give(number, label, value)
+        self.watch.give(number, label, value)
         with self.during("waiting"):
-            values = self._watch.wait_for_values(number)
+            values = self.watch.wait_for_values(number)
         if values is None:
             raise self.error()
         return values
@@ -170,9 +158,9 @@ class Peers:
             if not (self._alone or self._apart or self.failure or isinstance(error, Interrupted)):
                 number, self._gathers = self._gathers, self._gathers + 1
                 kind, why = type(error).__name__, one_line(error, 4000)
-                self._watch.give(number, f"{heartbeat.RAISED}{what}: {kind}", why)
+                self.watch.give(number, f"{heartbeat.RAISED}{what}: {kind}", why)
                 with self.during("waiting"):
-                    others = self._watch.wait_for_values(number, heartbeat.AHEAD_S)
+                    others = self.watch.wait_for_values(number, heartbeat.AHEAD_S)
                 if others is None:
                     exit_record.leave(why)
                     self.fail(why, 2 if isinstance(error, UserError) else 1)
@@ -230,65 +218,62 @@ class Peers:
     def verdict(self) -> str:
         """Returns what the peers know about the cause of an error in a collective, once they can know; else ""."""
         if not self._alone:
-            self._watch.wait_for_failure(heartbeat.SILENT_S + 3 * heartbeat.BEAT_S)
+            self.watch.wait_for_failure(heartbeat.SILENT_S + 3 * heartbeat.BEAT_S)
         return self.failure
 
     def error(self) -> PeerError:
         """Returns `failure` as an error to raise; from now on the main thread sees to the end of the process."""
-        self._watch.acknowledged.set()
+        self.watch.acknowledged.set()
         return PeerError(self.failure)
 
     def fail(self, message: str, code: int = 1) -> None:
         """Tells the others in a line that this worker stops with an error, so that they do; it exits with `code`."""
-        self._watch.acknowledged.set()
-        if self._watch.code not in heartbeat.BY_SIGNAL:
-            self._watch.code = code
+        self.watch.acknowledged.set()
+        if self.watch.code not in heartbeat.BY_SIGNAL:
+            self.watch.code = code
         if not self._alone:
-            self._watch.stop(message)
+            self.watch.stop(message)
 
     def leave(self) -> None:
         """Ends the run together: a worker that went first would take the others' collectives with it.
 
         The chief goes last, since it serves the others to their end.
         """
-        if self._alone or self._watch.finished:
+        if self._alone or self.watch.finished:
             return
         try:
             self.gather(heartbeat.END)
         except PeerError:
-            self._watch.print_failure()
+            self.watch.print_failure()
             return
-        self._watch.finished = True
-        if self.rank == 0 and self._watch.wait_for_departures(EXIT_WAIT_S):
+        self.watch.finished = True
+        if self.rank == 0 and self.watch.wait_for_departures(EXIT_WAIT_S):
             # Whoever has started the workers would wait for that one for ever. The run itself is over, and has its
             # result: there are no last words.
-            self._watch.acknowledged.set()
-            self._watch.finished = False
+            self.watch.acknowledged.set()
+            self.watch.finished = False
             standard_error.write(f"tfdist: failed: {self.failure}\n")
 
     def _at_exit(self) -> None:
         """Ends a program that did not call `leave` together with the others, or at once after an error."""
         error = getattr(sys, "last_value", None)
-        if error is not None and not self._watch.finished:
+        if error is not None and not self.watch.finished:
             # A collective fails where it is noticed, not where the cause is.
-            if (
-                type(error).__module__.startswith("tensorflow")
-                and not self._watch.acknowledged.is_set()
-                and self.verdict()
-            ):
-                self._watch.print_failure()
+            of_tensorflow = type(error).__module__.startswith("tensorflow")
+            if of_tensorflow and not self.watch.acknowledged.is_set() and self.verdict():
+                self.watch.print_failure()
             self.fail(f"{type(error).__name__}: {one_line(error, 400)}")
         if not self.failure:
             self.leave()
-        elif not self._watch.acknowledged.is_set():
-            self._watch.acknowledged.set()
-            self._watch.print_failure()
-        if not self.failure or self._watch.finished:
+        elif not self.watch.acknowledged.is_set():
+            self.watch.acknowledged.set()
+            self.watch.print_failure()
+        if not self.failure or self.watch.finished:
             return
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        os._exit(self._watch.code)  # TensorFlow would wait for the lost worker
+        os._exit(self.watch.code)  # TensorFlow would wait for the lost worker
 
 
 os.register_at_fork(after_in_child=lambda: [*map(Peers.abandon, list(_OPEN))])

@@ -40,12 +40,7 @@ EXIT_S = 15.0  # for a program to end after its main thread: a thread of it may 
 
 
 class Watch:
-    """What this worker knows of the others, and the thread that keeps it up to date; arguments are as in `Peers`.
-
-    Args:
-      last_words: called with `failure` when the process is ended from beside the main thread.
-      on_loss: called on the chief when another worker has died or fallen silent.
-    """
+    """What this worker knows of the others, and the thread that keeps it up to date; arguments are as in `Peers`."""
 
     def __init__(
         self,
@@ -54,10 +49,12 @@ class Watch:
         connections: Mapping[int, Connection],
         start_timeout: float,
         stall_timeout: float,
-        last_words: Callable[[str], None],
-        on_loss: Callable[[], None] = lambda: None,
     ):
         now = time.monotonic()
+        self.last_words: Callable[[str], object] = lambda failure: None
+        """Called with `failure` when the process is ended from beside the main thread."""
+        self.on_loss: Callable[[], object] = lambda: None
+        """Called on the chief, beside the main thread, when another worker has died or fallen silent."""
         self.failure = ""  # why the run cannot go on, once a worker is lost
         self.acknowledged = threading.Event()  # set when the main thread handles the failure itself
         self.code = 1  # exit code of the process after a failure
@@ -66,7 +63,7 @@ class Watch:
         self.signals: list[ReceivedSignal] = []
         self.gone: set[int] = set()  # ranks that have disconnected
         self.start_timeout, self._stall_timeout = start_timeout, stall_timeout
-        self._rank, self._hosts, self._last_words, self._on_loss = rank, hosts, last_words, on_loss
+        self._rank, self._hosts = rank, hosts
         self._connections = dict(connections)
         self._states = dict.fromkeys(connections, self.state)
         self._longest_call = 0.0
@@ -171,7 +168,7 @@ class Watch:
         with contextlib.suppress(OSError):
             standard_error.write(f"tfdist: failed: {self.failure}\n")
         with contextlib.suppress(Exception):
-            self._last_words(self.failure)
+            self.last_words(self.failure)
 
     # -- the thread ---------------------------------------------------------
 
@@ -218,9 +215,8 @@ class Watch:
                 self._selector.unregister(connection)
                 self._changed.notify_all()
             if not self.finished:
-                self._miss(
-                    rank, "its process ended" if isinstance(connection.lost, ClosedError) else str(connection.lost)
-                )
+                ended = isinstance(connection.lost, ClosedError)
+                self._miss(rank, "its process ended" if ended else str(connection.lost))
 
     def _handle(self, rank: int, message: Message) -> None:
         if "beat" in message:
@@ -322,7 +318,7 @@ class Watch:
         deadline = begun + (0.0 if self.code != 1 else GRACE_S)
         if self._died and self._rank == 0:
             with contextlib.suppress(Exception):
-                self._on_loss()
+                self.on_loss()
         if not self._main_thread_acknowledges(deadline):
             self.print_failure()
             # The interpreter would wait for threads of tfdist, too: one may be writing a checkpoint.

@@ -89,7 +89,7 @@ class Run:
         where = self._distribution, self._placement, self._environment
         folder.write("environment.json", {**recorder_lib.environment(*where), "code": self._prepared.code})
         folder.push()
-        self._distribution.peers.last_words = self._write_failure
+        self._distribution.peers.watch.last_words = self._write_failure
 
     def _begin_monitoring(self) -> None:
         distribution, precision = self._distribution, self._experiment.train.precision

@@ -39,7 +39,7 @@ class CheckpointHook:
         """Returns where the training begins, or resumes; `saves`: whether it needs a checkpoint of its beginning."""
         if self._checkpoints is None:
             return position
-        self._run.distribution.peers.on_loss = self._checkpoints.write_held
+        self._run.distribution.peers.watch.on_loss = self._checkpoints.write_held
         resumed = self._checkpoints.begin(self._run)
         if resumed is not None:
             self._saved = self._place(resumed)
@@ -106,7 +106,7 @@ class CheckpointHook:
         if failed or self._place(position) != self._saved:
             with peers.during("saving"):
                 self._save(position, wait=True)
-        peers.on_loss = lambda: None
+        peers.watch.on_loss = lambda: None
 
     def roll_back(self, error: TrainingError, update: int, position: Position, most: int) -> Position:
         """Returns to the last good checkpoint, from which the offending updates will be left out.

@@ -31,7 +31,7 @@ def reporting_failures(peers: Peers, work: Callable[[], T]) -> T:
         peers.fail(reason, {UserError: 2, KeyboardInterrupt: 130}.get(type(failure), 1))
         if not isinstance(failure, UserError):
             with contextlib.suppress(TrainingError):  # the reason itself may be that nothing can be written
-                peers.last_words(reason)
+                peers.watch.last_words(reason)
         if failure is error:
             raise
         raise failure from error
