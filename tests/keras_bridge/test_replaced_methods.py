@@ -259,6 +259,22 @@ def test_gradients_that_are_applied_in_a_branch(connect):
         fit(made(connect(2), model=AppliesNowAndThen), connect(2))
 
 
+class OutsideOfTheTape(keras.Model):
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            pass
+        loss = keras.ops.mean(self(data[0]))
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        return {"loss": loss}
+
+
+def test_a_loss_outside_of_the_tape_is_told_as_by_keras(connect):
+    """Of nothing TensorFlow cannot make a sum over replicas, which it did not say."""
+    with pytest.raises(ValueError, match="No gradients provided for any variable"):
+        fit(made(connect(2), model=OutsideOfTheTape), connect(2))
+
+
 def test_weights_of_one_output_alone(connect):
     distribution = connect(1)
     with distribution.scope():

@@ -190,6 +190,7 @@ REFUSED = [
     ("gpt", "", FLOATS, "needs sequences of integers, the data has float32"),
     ("alexnet", "", TOKENS, "needs images [height, width, channels], the data has shape [10]"),
     ("table_mlp", "", IMAGES, "needs the columns of a table"),
+    ("mlp", "", Spec((), "object", 3, 1.0), "this model takes numbers, and the data has inputs of object: use a model"),
     ("cnn", "", Spec((8, 8, 1), "uint8", None, 255.0), "this model classifies, and the targets are not integers"),
 ]  # fmt: skip
 

@@ -52,6 +52,9 @@ def _convolution(width: int) -> list[keras.Layer]:
 
 
 def _input(spec: Spec) -> keras.KerasTensor:
+    if spec.dtype in ("object", "string"):
+        what = f"this model takes numbers, and the data has inputs of {spec.dtype}"
+        raise UserError(what, "use a model of your own that begins with a TextVectorization")
     return keras.Input(spec.shape, dtype=spec.dtype)
 
 
