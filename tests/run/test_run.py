@@ -638,3 +638,30 @@ def test_two_workers_train_as_one_and_name_files_that_both_write(script, tmp_pat
     assert numbers(both.stdout.replace("[0] ", "")) == numbers(alone.stdout)
     assert "[1] history" not in both.stdout and (tmp_path / "m.keras").exists()
     assert "several workers have written notes.txt in the working directory" in both.stderr
+
+
+@pytest.mark.faults
+def test_a_model_that_a_callback_makes_is_each_workers_own(script, tmp_path):
+    """Callbacks of several workers are called outside of the scope, in which a variable would wait for all of them."""
+    (tmp_path / "makes.py").write_text("""
+import os, keras, numpy as np
+keras.utils.set_random_seed(1)
+class Makes(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.save("saved.keras")
+        self.loaded = keras.models.load_model("saved.keras")
+        print("predicted", self.loaded.predict(x, verbose=0).sum().round(4))
+        print("loss", round(self.loaded.fit(x, y, shuffle=False, verbose=0).history["loss"][0], 4))
+x = np.random.normal(size=(40, 4)).astype("float32")
+y = x[:, :1]
+model, makes = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), Makes()
+model.compile("sgd", "mse")
+model.fit(x, y, epochs=2, shuffle=False, verbose=0, callbacks=[makes])
+print("evaluated", np.round(makes.loaded.evaluate(x, y, verbose=0), 4))
+""")
+    plain = script(program=("makes.py",), alone=True)
+    done = script("--nproc_per_node=2", program=("makes.py",))
+    assert done.returncode == 0, done.stderr
+    lines = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
+    assert [line for line in lines if line.startswith(("predicted", "loss", "evaluated"))] == plain.stdout.splitlines()
+    assert len(plain.stdout.splitlines()) == 5
