@@ -225,7 +225,11 @@ def averaging(variables: list[keras.Variable], distribution: Distribution) -> Ca
         for variable, total in zip(variables, sums):
             keras_internals.write_copy(variable.value, total / distribution.replicas)
 
-    return tf.function(lambda: distribution.run(mean, ()), autograph=False) if variables else lambda: None
+    def traced() -> None:
+        with keras_internals.without_gradient_registry():
+            distribution.run(mean, ())
+
+    return tf.function(traced, autograph=False) if variables else lambda: None
 
 
 def settle(model: keras.Model, distribution: Distribution, virtual_replicas: int = 0) -> None:
