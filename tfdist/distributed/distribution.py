@@ -59,6 +59,7 @@ class Distribution:
     their rows, fills them up to one number and gives them to the replicas, in which no clock is read."""
     communication: str = ""
     """Transport of sums between workers: `shared memory`, `ring`, `nccl` or `horovod`; "" in one process."""
+    all_reduce: Callable | None = None  # of layers, such as a synchronized BatchNorm: not that of the context
     lacks: tuple[str, ...] = ()
     """Types in which its devices cannot compute."""
     unsummed: tuple[str, ...] = ()

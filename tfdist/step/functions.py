@@ -126,7 +126,8 @@ def prediction_call(replica: Replica, layout: Layout, with_targets: bool = False
         more, take = next_batch(feed, i, layout, distribution)
         with tf.control_dependencies([] if more is True else [tf.debugging.Assert(more, [NO_BATCH])]):
             batch = take()
-        outputs = distribution.run(step, (per_replica(distribution, layout, batch),))
+        with replica.reducing():
+            outputs = distribution.run(step, (per_replica(distribution, layout, batch),))
         return joined(distribution, layout, outputs), batch.count
 
     return tf.function(call, autograph=False, reduce_retracing=True)

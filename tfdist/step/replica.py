@@ -163,6 +163,11 @@ class Replica:
     model = property(operator.methodcaller("model_ref"))
     """The model, which the caller keeps alive."""
 
+    def reducing(self) -> contextlib.AbstractContextManager:
+        """Lets layers reduce by `Distribution.all_reduce`; beyond it, optimizers in a loop of a script would, too."""
+        reduce = self.distribution.all_reduce
+        return keras_internals.replaced("all_reduce", [(tf.distribute.get_replica_context(), reduce)] if reduce else [])
+
     def tracing(self) -> contextlib.AbstractContextManager:
         """Patches Keras and TensorFlow, which assume a single replica, while a step is traced.
 
@@ -173,6 +178,7 @@ class Replica:
             patches.enter_context(layer_state.recomputation_refused())
             if os.environ.get(HOLD):  # a run that only checks others
                 patches.enter_context(layer_state.inference_only(model))
+            patches.enter_context(self.reducing())
             patches.enter_context(keras_internals.without_gradient_registry())
             patches.enter_context(keras_internals.unscaled_losses())
             patches.enter_context(keras_internals.separate_losses(model))

@@ -67,7 +67,7 @@ class KerasPatch:
         self.calls = 0  # how often a model was trained, evaluated or asked for predictions
         self.options = sync_batch_norm, virtual_replicas, call_fit
         self._sync_batch_norm, self._virtual_replicas, self._call_fit = self.options
-        self._fits = self._depth = 0
+        self._fits = self.depth = 0
         self._lock = threading.RLock()
         self._warned: set[str] = set()
         self._undo = contextlib.ExitStack()
@@ -140,7 +140,7 @@ class KerasPatch:
                     what = "threads of the script call models at once, which each worker does in another order"
                     raise UserError(what, "make these calls one after the other")
                 held.callback(self._lock.release)
-            held.enter_context(keras_internals.replaced("_depth", [(self, self._depth + 1)]))
+            held.enter_context(keras_internals.replaced("depth", [(self, self.depth + 1)]))
             yield
 
     def _leave_scope(self) -> None:
@@ -217,7 +217,7 @@ class KerasPatch:
         @self._one_thread()
         @self.distribution.peers.raising_together(f"{name}()")
         def method(*args: Any, **options: Any) -> Any:
-            if self.distribution.workers > 1 and (self._depth > 1 or name not in _TRAINING):
+            if self.distribution.workers > 1 and (self.depth > 1 or name not in _TRAINING):
                 outside = tf.distribute.get_strategy()  # of the scope, as callbacks are called, which may load a model
                 if args[0].distribute_strategy is outside is not self.distribution.strategy:
                     return theirs(*args, **options)  # each worker has all of it

@@ -28,7 +28,6 @@ from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line, printable
 
 if TYPE_CHECKING:
-    import keras
     import tensorflow as tf
 
 
@@ -126,10 +125,6 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
         op = hvd.Average if getattr(reduce_op, "value", reduce_op).upper() == "MEAN" else hvd.Sum
         return tf.nest.map_structure(lambda t: hvd.allreduce(t, op=op), value)
 
-    # Layers, such as a synchronized BatchNorm, would reduce over the one replica of their context. Keras' optimizers
-    # reduce, too: a script that applies gradients by itself has the same ones on every rank.
-    tf.distribute.get_replica_context().all_reduce = all_reduce
-    keras.optimizers.Optimizer._all_reduce_sum_gradients = lambda self, grads_and_vars: grads_and_vars
     exchanges: dict[str, Any] = {"all_sum": all_sum, "all_gather": all_gather, "broadcast": broadcast}
     return Distribution(
         name="horovod",
@@ -141,6 +136,7 @@ def create(hvd: ModuleType, name: str, reason: str, peers: Peers, jit: str) -> D
         replica_id=hvd.rank,
         communication="horovod",
         unsummed=("bfloat16",),
+        all_reduce=all_reduce,
         peers=peers,
         **exchanges if hvd.size() > 1 else {},
     )
