@@ -53,6 +53,19 @@ class Photos(tfds.core.GeneratorBasedBuilder):
             yield i, {"image": photo(i), "label": i % 2, "title": f"number {i}"}
 
 
+class Deep(Photos):
+    """Images of 16 bits."""
+
+    def _info(self):
+        image = tfds.features.Image(shape=(4, 4, 1), dtype=np.uint16, encoding_format="png")
+        features = tfds.features.FeaturesDict({"image": image, "label": tfds.features.ClassLabel(num_classes=2)})
+        return tfds.core.DatasetInfo(builder=self, features=features, supervised_keys=("image", "label"))
+
+    def _generate_examples(self, count):
+        for i in range(count):
+            yield i, {"image": np.full((4, 4, 1), 60_000 + i, np.uint16), "label": i % 2}
+
+
 def photo(i):
     """Of one colour, which tells its number."""
     return np.full((10 + i % 3, 12 - i % 4, 3), 120 * (i % 2) + 4 * i, np.uint8)
@@ -132,6 +145,12 @@ def test_both_formats_train_the_same(folders, connect):
         assert history[-1] < history[0]
         trained.append(np.concatenate([w.ravel() for w in model.get_weights()]))
     np.testing.assert_allclose(trained[1:], [trained[0]] * 2, atol=1e-6)
+
+
+def test_images_of_16_bits_are_scaled_as_such(tmp_path):
+    """By 255, inputs of a built-in model reached 257, and it stayed at chance."""
+    loaded = registry.load(experiment(tmp_path, name="deep", train_split="train", eval_split="test"))
+    assert loaded.spec.maximum == 65535 and loaded.train.columns[0].max() == 60_000 + SIZE - 1
 
 
 def test_a_set_of_fixed_size_in_memory_or_by_number(tmp_path):

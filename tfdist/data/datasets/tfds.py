@@ -209,7 +209,7 @@ def load(experiment: config.Experiment, memory: float, prepare: bool = True) -> 
         np.dtype(inputs.dtype.as_numpy_dtype).name,
         getattr(target, "num_classes", None),
         # Of the data set and not of the split in memory, so that a stream is scaled alike.
-        getattr(builder, "MAXIMUM", 255.0),
+        getattr(builder, "MAXIMUM", 65535.0 if inputs.dtype == "uint16" else 255.0),
         tuple(getattr(target, "names", None) or ()),
     )
     for source in (train, evaluation):
