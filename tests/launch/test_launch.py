@@ -733,6 +733,7 @@ def test_the_lock_does_not_outlive_a_launcher_that_is_killed(writer, tmp_path):
     first = writer("--", "writer.py", "hold")
     first.until("took it")
     first.signal(signal.SIGKILL)
+    first.process.wait()  # on a busy machine a signal takes its time
     again = writer("--", "writer.py", "0")  # at once: it waits until the kernel has ended the worker
     assert again.end() == 0, again.err
     first.end()
