@@ -275,6 +275,19 @@ def test_a_loss_outside_of_the_tape_is_told_as_by_keras(connect):
         fit(made(connect(2), model=OutsideOfTheTape), connect(2))
 
 
+class AppliesNothing(keras.Model):
+    def train_step(self, data):
+        self.optimizer.apply([], [])
+        return {"loss": keras.ops.mean(self(data[0]))}
+
+
+def test_no_gradients_of_no_variables_change_nothing_as_with_keras(connect):
+    model = made(connect(2), model=AppliesNothing)
+    before = model.get_weights()
+    fit(model, connect(2))
+    all_same(model.get_weights(), before, rtol=0, atol=0)
+
+
 def test_weights_of_one_output_alone(connect):
     distribution = connect(1)
     with distribution.scope():

@@ -277,10 +277,9 @@ class _AskedUpdate(NamedTuple):
 
     def summed(self) -> list[tf.Tensor | None]:
         """Returns the gradients of the global batch."""
-        if all(g is None for g in self.gradients):  # of which TensorFlow cannot make a sum
-            raise ValueError("No gradients provided for any variable: the loss was not computed from them in the tape")
         dense = [None if g is None else self.part.weighed(tf.convert_to_tensor(g)) for g in self.gradients]
-        sums = iter(self.part.replica.distribution.all_sum([g for g in dense if g is not None]))
+        given = [g for g in dense if g is not None]
+        sums = iter(self.part.replica.distribution.all_sum(given) if given else ())  # TensorFlow reduces no empty list
         return [None if g is None else next(sums) for g in dense]
 
 
