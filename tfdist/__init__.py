@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tfdist.distributed.distribution import Distribution
     from tfdist.errors import TrainingError, UserError
     from tfdist.keras_bridge.batch_norm import synchronize_batch_norm
+    from tfdist.keras_bridge.rematerialization import remat
     from tfdist.monitoring.fit_report import Report
     from tfdist.trainer.callbacks import Callback
     from tfdist.trainer.evaluation import evaluate, predict
@@ -35,6 +36,7 @@ _HOMES = {
     "load_data": "tfdist.data.datasets.registry",
     "patch_keras": "tfdist.trainer.keras_patch",
     "predict": "tfdist.trainer.evaluation",
+    "remat": "tfdist.keras_bridge.rematerialization",
     "synchronize_batch_norm": "tfdist.keras_bridge.batch_norm",
     "unpatch_keras": "tfdist.trainer.keras_patch",
 }
@@ -52,6 +54,7 @@ __all__ = [
     "load_data",
     "patch_keras",
     "predict",
+    "remat",
     "synchronize_batch_norm",
     "unpatch_keras",
 ]

@@ -23,6 +23,7 @@ from tfdist.errors import UserError, one_line
 MODEL_FILE = "the model's file"  # name of the fact that is the SHA-256 of the file in `model.name`
 HARMLESS = (  # fields of the experiment that change how it runs and not its result
     "config.train.accumulate",
+    "config.model.remat",
     "config.train.steps_per_call",
     "config.train.on_nonfinite",
     "config.train.max_rollbacks",

@@ -32,6 +32,7 @@ SCHEDULES = {
 }
 """Schedules, and what `optimizer.schedule_options` may say of each."""
 CHOICES = {
+    "model.remat": ("none", "blocks"),
     "optimizer.name": OPTIMIZERS,
     "optimizer.schedule": tuple(SCHEDULES),
     "optimizer.reduce_dtype": ("float32", "bfloat16", "float16"),
@@ -95,6 +96,8 @@ class Model:
     """Layers that do not train, by patterns of their names: `conv*, block1_*`, or `!head` for all but that one."""
     sync_batch_norm: bool = True
     """BatchNorm looks at the whole batch, so that the number of replicas does not matter; else at a replica's share."""
+    remat: str = "none"
+    """`blocks`: the activations within each block are computed again in the backward pass: less memory, same result."""
 
 
 @dataclasses.dataclass(slots=True)

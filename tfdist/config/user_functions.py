@@ -181,7 +181,7 @@ def reachable(roots: Iterable[object], ends: tuple[type, ...] = ()) -> Iterator[
         if isinstance(thing, ends):
             continue
         if isinstance(thing, _CONTAINERS):
-            pending += thing.values() if isinstance(thing, dict) else thing
+            pending.extend(thing.values() if isinstance(thing, dict) else thing)
         elif isinstance(thing, functools.partial):
             pending += (thing.func, thing.args, thing.keywords)
         elif isinstance(thing, types.MethodType):

@@ -6,6 +6,7 @@ new version has moved it and what that would break, and checks that these names 
 
 import collections
 import contextlib
+import copy
 import functools
 import inspect
 import operator
@@ -19,10 +20,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.backend.common import remat as keras_remat
 from keras.src.backend.tensorflow import random as backend_random
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import loss as losses_of_keras
+from keras.src.models.functional import Functional
+from keras.src.ops.function import Function
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random import seed_generator
 from keras.src.trainers.compile_utils import CompileLoss
@@ -31,7 +35,7 @@ from tensorflow.python.distribute.distribute_lib import ReplicaContextBase, Stra
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.framework import config, ops
 from tensorflow.python.framework.func_graph import FuncGraph
-from tensorflow.python.ops import custom_gradient, gen_math_ops
+from tensorflow.python.ops import custom_gradient, gen_math_ops, gen_resource_variable_ops
 
 from tfdist.data.spec import Structure
 from tfdist.errors import UserError
@@ -276,6 +280,115 @@ are summed over replicas."""
 def remat_mode(layer: keras.Layer) -> str:
     """Returns the mode of the `keras.RematScope` in which a layer was created, empty for none; only a record says."""
     return getattr(getattr(layer, "_remat_mode", None), "mode", None) or ""
+
+
+def set_remat(layer: keras.Layer) -> None:
+    """Makes of a layer one that was created in `keras.RematScope()`, which it cannot be afterwards in public."""
+    with keras.RematScope():
+        layer._remat_mode = keras_remat.get_current_remat_mode()
+
+
+def graph_of(layer: object) -> Functional | None:
+    """Returns the Functional model that a layer is, or that a Sequential model has made of itself; None of others."""
+    graph = getattr(layer, "_functional", None) if isinstance(layer, keras.Sequential) else layer
+    return graph if isinstance(graph, Functional) else None
+
+
+def uncast(variable: keras.Variable) -> tf.Variable | None:
+    """Returns what holds a variable, in its own type; `value` casts it within a layer. None before it has a value."""
+    return variable._value
+
+
+def call_state() -> dict[str, Any]:
+    """Returns what Keras knows of the call of a layer: whether it trains, and its type; nothing public holds it."""
+    names = ("autocast_scope", "current_call_ctx")
+    return {name: copy.copy(global_state.get_global_attribute(name)) for name in names}
+
+
+@contextlib.contextmanager
+def called_as(state: dict[str, Any]) -> Iterator[None]:
+    """Lets layers be called, within it, as where `call_state` was taken."""
+    before = {name: global_state.get_global_attribute(name) for name in state}
+    for name, value in state.items():
+        global_state.set_global_attribute(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            global_state.set_global_attribute(name, value)
+
+
+_RECOMPUTED = next(c for c in inspect.unwrap(tf.recompute_grad).__code__.co_consts if inspect.iscode(c))
+"""The code of the function that `tf.recompute_grad` gives to `tf.custom_gradient`; it closes over what it was given."""
+
+
+def rematerializing(
+    call: Callable[[Callable, tuple, dict[str, Any]], Any],
+    run: Callable[[list[Any], dict[int, Any], Callable], None],
+    is_divided: Callable[[Functional], bool],
+    write: Callable[[], None],
+    alone: bool = True,
+) -> AbstractContextManager[None]:
+    """Lets others compute, within it, what `tf.recompute_grad` was given, and the nodes of Functional models.
+
+    No public function replaces what has been wrapped already, or calls a part of the nodes.
+
+    Args:
+      call: takes the function, its arguments and keyword arguments.
+      run: takes the nodes in order, the values of tensors by their ids, which it adds to, and what runs a node so.
+      is_divided: whether `run` computes a Functional model, and not that itself.
+      write: called for each write of a variable.
+      alone: see `patched`.
+    """
+
+    def decorator(theirs: Callable) -> Callable:
+        def decorated(f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+            recomputed = getattr(f, "__code__", None) is _RECOMPUTED
+            return (
+                call(inspect.getclosurevars(f).nonlocals["f"], args, kwargs) if recomputed else theirs(f, args, kwargs)
+            )
+
+        return decorated
+
+    def run_through_graph(theirs: Callable) -> Callable:
+        def through(self: Functional, inputs: Any, operation_fn: Callable = lambda op: op, **options: Any) -> Any:
+            if options or not is_divided(self):
+                return theirs(self, inputs, operation_fn, **options)
+
+            def run_node(node: Any, known: dict[int, Any]) -> None:
+                args, kwargs = node.arguments.fill_in(known)
+                outputs = operation_fn(node.operation)(*args, **kwargs)
+                known.update(zip(map(id, node.outputs), keras.tree.flatten(outputs)))
+
+            known = dict(zip(map(id, self.inputs), keras.tree.flatten(inputs)))
+            nodes, reached = [], set(known)
+            for _, at_depth in sorted(self._nodes_by_depth.items(), reverse=True):
+                for node in at_depth:
+                    if node.operation and not node.is_input and reached.issuperset(map(id, node.input_tensors)):
+                        nodes.append(node)
+                        reached.update(map(id, node.outputs))
+            run(nodes, known, run_node)
+            return keras.tree.pack_sequence_as(self._outputs_struct, [known[id(x)] for x in self.outputs])
+
+        return through
+
+    def writing(theirs: Callable) -> Callable:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            write()
+            return theirs(*args, **kwargs)
+
+        return noted
+
+    writes = [
+        n for n in vars(gen_resource_variable_ops) if n.startswith(("assign", "resource_scatter")) and "eager" not in n
+    ]
+    return patched(
+        *((gen_resource_variable_ops, name, writing) for name in writes),
+        (custom_gradient, "_graph_mode_decorator", decorator),
+        (custom_gradient, "_eager_mode_decorator", decorator),
+        (Function, "_run_through_graph", run_through_graph),
+        alone=alone,
+    )
 
 
 @contextlib.contextmanager
@@ -728,6 +841,11 @@ def variables_as_numbers() -> AbstractContextManager[None]:
 _inside = threading.local()  # replicas are traced in threads that take turns within an all-reduce
 
 
+def unregistered_gradients() -> AbstractContextManager[None]:
+    """Lets `without_gradient_registry` apply to what `tf.custom_gradient` is given in this thread, within it."""
+    return replaced("reduce", [(_inside, True)])
+
+
 @contextlib.contextmanager
 def without_gradient_registry() -> Iterator[None]:
     """Lets all-reduces look for no variables while a step is traced; afterwards nothing keeps their gradients.
@@ -742,7 +860,7 @@ def without_gradient_registry() -> Iterator[None]:
 
     def all_reduce(theirs: Callable) -> Callable:
         def reduce(self: tf.distribute.ReplicaContext, *arguments: object, **options: object) -> object:
-            with replaced("reduce", [(_inside, True)]):
+            with unregistered_gradients():
                 return theirs(self, *arguments, **options)
 
         return reduce

@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import inspect
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +12,6 @@ import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
 from tfdist.distributed.distribution import Distribution
-from tfdist.errors import UserError
 from tfdist.keras_bridge import ema, keras_internals, preconditions, zero
 
 
@@ -238,41 +235,28 @@ def settle(model: keras.Model, distribution: Distribution, virtual_replicas: int
     ema.finalize(keras_internals.inner_optimizer(model.optimizer), model.trainable_variables)
 
 
-_RECOMPUTING = {"inner", "inner_recompute_grad"}
-"""Functions of TensorFlow's module in which `tf.recompute_grad` calls what it was given."""
-_MODULE = inspect.unwrap(tf.recompute_grad).__code__.co_filename
+_RANDOM = """
+AllCandidateSampler FixedUnigramCandidateSampler FractionalAvgPool FractionalMaxPool LearnedUnigramCandidateSampler
+LogUniformCandidateSampler Multinomial ParameterizedTruncatedNormal RandomCrop RandomGamma RandomPoisson
+RandomPoissonV2 RandomShuffle RandomStandardNormal RandomUniform RandomUniformInt RngReadAndSkip RngSkip
+SampleDistortedBoundingBox SampleDistortedBoundingBoxV2 StatefulRandomBinomial StatefulStandardNormal
+StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniform StatefulUniformFullInt StatefulUniformInt
+ThreadUnsafeUnigramCandidateSampler TruncatedNormal UniformCandidateSampler
+"""
+"""Names of operations that depend on what a device has drawn before."""
+WRITES = ("Assign", "ResourceScatter")
+"""Prefixes of operations that change a variable."""
 
 
-@contextlib.contextmanager
-def recomputation_refused() -> Iterator[None]:
-    """Raises, after a trace within it, if a layer has written a variable inside of `tf.recompute_grad`.
-
-    That computes everything a second time in the backward pass: a dropout layer that moves on its seed draws another
-    mask for the gradient than for the loss, and BatchNormalization averages its statistics twice, without an error.
-    """
-    written: list[str] = []
-    assign = keras.Variable.assign
-
-    def noting(self: keras.Variable, value: Any) -> Any:
-        if _recomputing():
-            written.append(self.path)
-        return assign(self, value)
-
-    keras.Variable.assign = noting
-    try:
-        yield
-    finally:
-        keras.Variable.assign = assign
-        if written:
-            raise UserError(
-                f"tf.recompute_grad is given a layer that writes {written[0]!r}: in the backward pass it would draw "
-                "other random numbers, or count the batch twice; leave random layers and BatchNormalization out of it"
-            )
+def kinds_of(graph: tf.Graph) -> set[str]:
+    """Returns the types of the operations of a graph and its functions."""
+    functions = graph.as_graph_def().library.function
+    return {op.type for op in graph.get_operations()} | {node.op for f in functions for node in f.node_def}
 
 
-def _recomputing() -> bool:
-    codes = (frame.f_code for frame, _ in traceback.walk_stack(inspect.currentframe()))
-    return any(code.co_name in _RECOMPUTING and code.co_filename == _MODULE for code in codes)
+def drawing(kinds: set[str]) -> list[str]:
+    """Returns which of these types of operations depend on what a device has drawn before."""
+    return sorted(kinds.intersection(_RANDOM.split()))
 
 
 def inference_only(model: keras.Model, others: Iterable[keras.Layer] = ()) -> contextlib.AbstractContextManager[None]:

@@ -42,7 +42,9 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns the optimizers of a model: that of `compile`, then those that are its attributes, as a GAN has them."""
     values = [getattr(model, "optimizer", None)]
     for value in vars(model).values():
-        values += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        values.extend(
+            value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        )
     return list({id(o): o for o in values if isinstance(o, keras.optimizers.Optimizer)}.values())
 
 
@@ -136,13 +138,6 @@ def model_fits(model: keras.Model, distribution: Distribution, accumulate: int, 
             # In half precision the check of the replicas takes that for rounding.
             what = f"layer {layer.name!r} normalizes by a vector that moves with each of accumulate={accumulate} calls"
             raise UserError(what, "leave out accumulate, or the layer")
-        mode = keras_internals.remat_mode(layer)
-        if mode not in ("", "activations"):  # which recomputes activation functions alone
-            raise UserError(
-                f"layer {layer.name!r} was created in keras.RematScope(mode={mode!r}), which fails in compiled "
-                "functions of TensorFlow, or draws other dropout masks in the backward pass",
-                "create it outside, and use accumulate for less memory",
-            )
     if model.run_eagerly and distribution.workers > 1:
         raise UserError(
             "the model was compiled with run_eagerly=True, which is for looking at one process: debug it with "

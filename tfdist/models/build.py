@@ -18,6 +18,7 @@ from tfdist.data.sources import Source, one_hot
 from tfdist.data.spec import Spec
 from tfdist.errors import UserError, one_line
 from tfdist.keras_bridge import keras_internals
+from tfdist.keras_bridge.rematerialization import remat
 from tfdist.models import objective, optimizers, pretrained
 from tfdist.models.zoo import layers, small, vision
 
@@ -51,6 +52,8 @@ def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> ker
         raise UserError(f"model.name={wanted.name!r} must return a keras.Model, got {type(model).__name__}")
     for layer in keras_internals.batch_norms(model):
         layer.synchronized = wanted.sync_batch_norm  # read when the layer is called
+    if wanted.remat == "blocks":
+        remat(model)
     if (wanted.weights or wanted.freeze) and not model.built:
         what = "model.weights and model.freeze need a model whose layers are there already"
         raise UserError(what, f"build {wanted.name} in its function")

@@ -126,7 +126,7 @@ def prediction_call(replica: Replica, layout: Layout, with_targets: bool = False
         more, take = next_batch(feed, i, layout, distribution)
         with tf.control_dependencies([] if more is True else [tf.debugging.Assert(more, [NO_BATCH])]):
             batch = take()
-        with replica.reducing():
+        with replica.calling():
             outputs = distribution.run(step, (per_replica(distribution, layout, batch),))
         return joined(distribution, layout, outputs), batch.count
 

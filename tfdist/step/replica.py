@@ -21,7 +21,7 @@ from tfdist.data.spec import Structure
 from tfdist.distributed.collectives import isolated_sum, sum_in_order
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, metrics, preconditions
+from tfdist.keras_bridge import batch_norm, keras_internals, layer_state, metrics, preconditions, rematerialization
 from tfdist.keras_bridge.loss import LossTerm, Objective, objectives
 
 
@@ -163,10 +163,17 @@ class Replica:
     model = property(operator.methodcaller("model_ref"))
     """The model, which the caller keeps alive."""
 
-    def reducing(self) -> contextlib.AbstractContextManager:
-        """Lets layers reduce by `Distribution.all_reduce`; beyond it, optimizers in a loop of a script would, too."""
-        reduce = self.distribution.all_reduce
-        return keras_internals.replaced("all_reduce", [(tf.distribute.get_replica_context(), reduce)] if reduce else [])
+    def calling(self) -> contextlib.AbstractContextManager:
+        """Lets layers be called: those that reduce by `Distribution.all_reduce`, and those that are computed again.
+
+        Beyond it, optimizers in a loop of a script would reduce, too.
+        """
+        reduce, context = self.distribution.all_reduce, tf.distribute.get_replica_context()
+        with contextlib.ExitStack() as patches:
+            patches.enter_context(keras_internals.replaced("all_reduce", [(context, reduce)] if reduce else []))
+            xla = self.jit or self.distribution.static_shapes
+            patches.enter_context(rematerialization.supported(self.model, xla))
+            return patches.pop_all()
 
     def tracing(self) -> contextlib.AbstractContextManager:
         """Patches Keras and TensorFlow, which assume a single replica, while a step is traced.
@@ -175,10 +182,9 @@ class Replica:
         """
         model, replicas = self.model, self.distribution.replicas
         with contextlib.ExitStack() as patches:
-            patches.enter_context(layer_state.recomputation_refused())
             if os.environ.get(HOLD):  # a run that only checks others
                 patches.enter_context(layer_state.inference_only(model))
-            patches.enter_context(self.reducing())
+            patches.enter_context(self.calling())
             patches.enter_context(keras_internals.without_gradient_registry())
             patches.enter_context(keras_internals.unscaled_losses())
             patches.enter_context(keras_internals.separate_losses(model))

@@ -15,7 +15,7 @@ from tfdist.data.batch_layout import Layout, MicroBatch, ReplicaBatch, with_shap
 from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.keras_bridge import keras_internals
+from tfdist.keras_bridge import keras_internals, layer_state
 from tfdist.keras_bridge.keras_internals import read_copy, write_copy
 from tfdist.step.exact_sum import ExactSum
 from tfdist.step.replica import Replica, StepSums, timed
@@ -105,30 +105,9 @@ class VirtualState:
             write_copy(variable.value, tf.stack([before[0], before[1] + tf.cast(tf.minimum(times, 1), before.dtype)]))
 
 
-_RANDOM = """
-AllCandidateSampler FixedUnigramCandidateSampler FractionalAvgPool FractionalMaxPool LearnedUnigramCandidateSampler
-LogUniformCandidateSampler Multinomial ParameterizedTruncatedNormal RandomCrop RandomGamma RandomPoisson
-RandomPoissonV2 RandomShuffle RandomStandardNormal RandomUniform RandomUniformInt RngReadAndSkip RngSkip
-SampleDistortedBoundingBox SampleDistortedBoundingBoxV2 StatefulRandomBinomial StatefulStandardNormal
-StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniform StatefulUniformFullInt StatefulUniformInt
-ThreadUnsafeUnigramCandidateSampler TruncatedNormal UniformCandidateSampler
-"""
-"""Names of operations that depend on what a device has drawn before."""
 PYTHON = ("EagerPyFunc", "PyFunc")
 """Operations that call Python, which may draw numbers and keep a state that no graph shows; `PyFuncStateless` promises
 that it does not."""
-_WRITES = ("Assign", "ResourceScatter")  # prefixes of operations that change a variable
-
-
-def kinds_of(graph: tf.Graph) -> set[str]:
-    """Returns the types of the operations of a graph and its functions."""
-    functions = graph.as_graph_def().library.function
-    return {op.type for op in graph.get_operations()} | {node.op for f in functions for node in f.node_def}
-
-
-def drawing(kinds: set[str]) -> list[str]:
-    """Returns which of these types of operations depend on what a device has drawn before."""
-    return sorted(kinds.intersection(_RANDOM.split()))
 
 
 def _check_graph(graph: tf.Graph, own: set[int]) -> None:
@@ -136,8 +115,8 @@ def _check_graph(graph: tf.Graph, own: set[int]) -> None:
 
     `own`: ids of the tensors in its graph that are variables of `VirtualState`.
     """
-    kinds = kinds_of(graph)
-    for kind in drawing(kinds):
+    kinds = layer_state.kinds_of(graph)
+    for kind in layer_state.drawing(kinds):
         raise UserError(
             f"the model draws random numbers by TensorFlow's {kind}, which depend on the device",
             "draw them by keras.random with a keras.random.SeedGenerator that is an attribute of the layer, or leave "
@@ -162,7 +141,7 @@ def _written(graph: tf.Graph) -> Iterator[tf.Tensor]:
     handles = {id(variable.handle) for variable in graph.variables}
     variables = {id(inner) for outer, inner in graph.captures if id(outer) in handles}
     for op in graph.get_operations():
-        if op.type.startswith(_WRITES):
+        if op.type.startswith(layer_state.WRITES):
             yield op.inputs[0]
             continue
         only_read = keras_internals.only_read(op)

@@ -14,7 +14,6 @@ from tfdist.config.messages import logger
 from tfdist.data.batch_layout import Layout
 from tfdist.errors import TrainingError
 from tfdist.keras_bridge import layer_state, setups
-from tfdist.step import virtual_replicas
 from tfdist.step.step_calls import OutOfMemory
 from tfdist.trainer import callbacks as callbacks_lib
 from tfdist.trainer.agreement import NOTHING_DUE, Decisions, Due
@@ -66,7 +65,7 @@ class CheckpointHook:
             )
         self._foreign |= names
         graph = None if self._run.model.run_eagerly else call.get_concrete_function(*arguments).graph
-        kinds = virtual_replicas.drawing(virtual_replicas.kinds_of(graph)) if graph else []
+        kinds = layer_state.drawing(layer_state.kinds_of(graph)) if graph else []
         if {*kinds} - self._foreign:
             logger.info(
                 f"WARNING: the model draws by TensorFlow's {', '.join(kinds)}, whose state is in no checkpoint: a "

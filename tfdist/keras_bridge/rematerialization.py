@@ -1,0 +1,279 @@
+"""Rematerialization: activations are computed again in the backward pass, with the same random numbers.
+
+It saves the memory of what lies within a function, for the time of another forward pass (Chen et al., 2016,
+arXiv:1604.06174). `tf.recompute_grad`, and with it `keras.remat` and `keras.RematScope`, draws other dropout masks in
+the backward pass, averages the statistics of BatchNormalization twice, and fails in a graph for functions with keyword
+arguments. While a step is traced, `recompute` takes its place, also for what was wrapped before.
+"""
+
+import contextlib
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.errors import UserError
+from tfdist.keras_bridge import keras_internals, layer_state
+
+
+def remat(layer: keras.Layer) -> None:
+    """Lets a layer, or each block of a model, compute its activations again in the backward pass, for less memory.
+
+    Gradients, random numbers and the state of layers are what they are without; a step takes up to a third longer. A
+    Sequential or Functional model of N layers is divided into about sqrt(N) blocks, at the fewest tensors; of any other
+    model, each layer that holds layers is a block. It counts in the next `fit`, and is not saved with the model.
+
+    Args:
+      layer: a layer or model that is part of the trained model, or is that model.
+
+    Raises:
+      UserError: if it is no layer, or a model in which no layer holds others.
+    """
+    if not isinstance(layer, keras.Layer):
+        raise UserError(f"tfdist.remat got {type(layer).__name__}", "give a layer or a model")
+    inner_layers = lambda of: keras_internals.flat_layers(of, include_self=False)
+    is_graph = lambda model: isinstance(model, keras.Sequential) or keras_internals.graph_of(model) is not None
+    blocks = [layer]
+    if isinstance(layer, keras.Model) and not is_graph(layer):
+        blocks = [inner for inner in keras_internals.flat_layers(layer, False, False) if inner_layers(inner)]
+        if not blocks:
+            what = f"no layer of {type(layer).__name__} {layer.name!r} holds other layers"
+            raise UserError(f"tfdist.remat found no block: {what}", "give it single layers")
+    for block in [*blocks, *filter(is_graph, inner_layers(layer))]:
+        keras_internals.set_remat(block)
+
+
+class _Pass(keras.StatelessScope):
+    """Holds back what a function writes, and lets each pass of it read the state that the first one has read."""
+
+    def __init__(self, before: dict[int, tf.Tensor]):
+        super().__init__(collect_losses=True)
+        self.before = before  # the state by the id of its variable; seeds of random layers, averages
+        self.written: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | tf.Variable | None:
+        value = super().get_current_value(variable)
+        if value is None:
+            value = self.before.get(id(variable))
+        if value is None and self.original_scope is not None:
+            value = self.original_scope.get_current_value(variable)
+        if value is None:
+            value = keras_internals.uncast(variable)
+            if not variable.trainable and isinstance(value, tf.Variable):
+                value = self.before[id(variable)] = keras_internals.read_copy(value)
+        return value
+
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        super().add_update(update)
+        self.written[id(update[0])] = update
+
+
+class _Tracing(threading.local):
+    """What is being traced for one replica, each in a thread of its own."""
+
+    inside = False  # something that is computed again, within which all else is, too
+    graph: keras.Model | None = None  # a Functional model, of which each block is computed again, and not the whole
+
+
+_tracing = _Tracing()
+
+
+@contextlib.contextmanager
+def supported(model: keras.Model, xla: bool) -> Iterator[None]:
+    """Lets `tf.recompute_grad` be `recompute`, within it; a step of a model is traced, which XLA compiles or not.
+
+    Raises:
+      UserError: after it, if something that is computed again draws by operations of TensorFlow that have a state, or
+        writes variables that are none of Keras: it would do so twice.
+    """
+    twice: list[str] = []
+
+    def write() -> None:
+        if _tracing.inside:
+            twice.append("writes a variable of TensorFlow that is none of Keras")
+
+    def call(f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if _tracing.inside or tf.executing_eagerly():
+            return f(*args, **kwargs)
+        graph = keras_internals.graph_of(getattr(f, "__self__", None))
+        if graph is None:
+            return recompute(model, xla, twice, f, args, kwargs)
+        with _now(_tracing, graph=graph):
+            return f(*args, **kwargs)
+
+    def run(nodes: list[Any], known: dict[int, Any], run_node: Callable[[Any, dict[int, Any]], None]) -> None:
+        for block, sources, results in _blocks(nodes):
+
+            def computed(*tensors: Any, block: list = block, sources: list = sources, results: list = results) -> list:
+                inner = dict(zip(sources, tensors))
+                for node in block:
+                    run_node(node, inner)
+                return [inner[key] for key in results]
+
+            inputs = tuple(known[key] for key in sources)
+            in_blocks = any(_in_blocks(node) for node in block)
+            outputs = computed(*inputs) if in_blocks else recompute(model, xla, twice, computed, inputs, {})
+            known.update(zip(results, outputs))
+
+    with keras_internals.rematerializing(call, run, lambda graph: _tracing.graph is graph, write):
+        yield
+    if twice:
+        raise UserError(
+            f"what is computed again in the backward pass, by remat or tf.recompute_grad, {twice[0]}, and would do so "
+            "twice",
+            "draw by keras.random with a SeedGenerator of the layer, and write weights that add_weight has made",
+        )
+
+
+def ignored() -> contextlib.AbstractContextManager[None]:
+    """Lets `tf.recompute_grad` compute nothing again, within it, where Keras calls layers to build them."""
+    plainly = lambda f, args, kwargs: f(*args, **kwargs)
+    return keras_internals.rematerializing(plainly, lambda *_: None, lambda graph: False, lambda: None, alone=False)
+
+
+def _in_blocks(node: Any) -> bool:
+    """Returns whether a node of a Functional model is such a model, whose own blocks are computed again."""
+    return keras_internals.graph_of(node.operation) is not None and bool(keras_internals.remat_mode(node.operation))
+
+
+def _blocks(nodes: list[Any]) -> list[tuple[list[Any], list[int], list[int]]]:
+    """Divides the nodes of a Functional model, in their order, into about as many blocks as each has nodes.
+
+    Returns:
+      For each block its nodes, and the ids of the tensors that it takes from before and leaves to what follows.
+    """
+    count, size = len(nodes), max(1, round(math.sqrt(len(nodes))))
+    made = {id(tensor): i for i, node in enumerate(nodes) for tensor in node.outputs}
+    last = {id(tensor): i for i, node in enumerate(nodes) for tensor in node.input_tensors}
+    crossing = [[key for key, use in last.items() if made.get(key, -1) < end <= use] for end in range(count + 1)]
+    alone = {end for i, node in enumerate(nodes) if _in_blocks(node) for end in (i, i + 1)}
+    ends = [0]
+    while (begin := ends[-1]) < count:
+        end = count
+        if count - begin > size:  # elsewhere than after `size` nodes if fewer tensors are kept there
+            possible = range(begin + max(1, size // 2), min(begin + size + size // 2, count - 1) + 1)
+            end = min(possible, key=lambda end: (len(crossing[end]), abs(end - begin - size)))
+        ends.append(min([end, *(other for other in alone if other > begin)]))
+    blocks = []
+    for begin, end in itertools.pairwise(ends):
+        taken = {id(tensor) for node in nodes[begin:end] for tensor in node.input_tensors}
+        within = [id(tensor) for node in nodes[begin:end] for tensor in node.outputs]
+        results = [key for key in within if last.get(key, count) >= end]
+        blocks.append((nodes[begin:end], [key for key in crossing[begin] if key in taken], results))
+    return blocks
+
+
+@contextlib.contextmanager
+def _now(owner: threading.local, **values: Any) -> Iterator[None]:
+    """Sets attributes of this thread, within it."""
+    before = dict(vars(owner))
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        vars(owner).clear()
+        vars(owner).update(before)
+
+
+def recompute(
+    model: keras.Model, xla: bool, twice: list[str], f: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Returns `f(*args, **kwargs)`, of which the backward pass keeps the arguments alone; while a step is traced.
+
+    `twice`: gets what `f` would wrongly do twice.
+    """
+    given = keras.tree.flatten((args, kwargs))
+    if any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices) for leaf in given):
+        return f(*args, **kwargs)
+    places = [i for i, leaf in enumerate(given) if tf.is_tensor(leaf)]
+    masks = [getattr(given[i], keras_internals.MASK, None) for i in places]
+    before: dict[int, tf.Tensor] = {}
+    state, of_replica = keras_internals.call_state(), dict(vars(layer_state.traced))
+
+    def run(tensors: Sequence[tf.Tensor]) -> tuple[Any, list[tf.Tensor], _Pass]:
+        leaves = list(given)
+        for place, tensor, mask in zip(places, tensors, masks):
+            leaves[place] = tensor
+            if mask is not None:
+                setattr(tensor, keras_internals.MASK, mask)
+        own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), leaves)
+        with _now(_tracing, inside=True), _Pass(before) as done:
+            outputs = f(*own_args, **own_kwargs)
+        return outputs, [leaf for leaf in keras.tree.flatten(outputs) if tf.is_tensor(leaf)], done
+
+    first: list[tuple[Any, list[tf.Tensor], _Pass]] = []
+
+    @tf.custom_gradient
+    def forward(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
+        known = {op.name for op in tf.compat.v1.get_default_graph().get_operations()}
+        first[:] = [run(tensors)]
+        (_, leaves, done) = first[0]
+        results = [*leaves, *done.losses]
+        if kind := _random(results, known):
+            twice.append(f"draws by TensorFlow's {kind}")
+        differentiable = [i for i, result in enumerate(results) if result.dtype.is_floating]
+
+        def backward(*gradients: tf.Tensor, variables: Sequence[tf.Variable] = ()) -> tuple[list, list]:
+            upstream = [gradients[i] for i in differentiable]
+            again = _once_there(upstream, [*tensors, *before.values()], xla)
+            before.update(zip(before, again[len(tensors) :]))
+            again = again[: len(tensors)]
+            with (
+                tf.GradientTape() as tape,
+                keras_internals.called_as(state),
+                _now(layer_state.traced, **of_replica),
+            ):
+                tape.watch([tensor for tensor in again if tensor.dtype.is_floating])
+                tape.watch(variables)
+                _, leaves, done = run(again)
+                targets = [[*leaves, *done.losses][i] for i in differentiable]
+            sources = [*again, *variables]
+            found = tape.gradient(targets, sources, upstream)
+            return found[: len(again)], found[len(again) :]
+
+        return results, backward
+
+    with keras_internals.unregistered_gradients():
+        results = forward(*(tf.identity(given[i]) for i in places))
+    outputs, leaves, done = first[0]
+    for variable, value in done.written.values():
+        variable.assign(value)
+    for loss in results[len(leaves) :]:
+        model.add_loss(loss)
+    for leaf, result in zip(leaves, results):
+        if (mask := getattr(leaf, keras_internals.MASK, None)) is not None:
+            setattr(result, keras_internals.MASK, mask)
+    remaining = iter(results)
+    return keras.tree.map_structure(lambda leaf: next(remaining) if tf.is_tensor(leaf) else leaf, outputs)
+
+
+def _once_there(gradients: list[tf.Tensor], tensors: list[tf.Tensor], xla: bool) -> list[tf.Tensor]:
+    """Returns tensors with the same values, which are there no sooner than gradients.
+
+    Else a compiler would compute nothing again, and keep what the forward pass has computed of these tensors.
+    """
+    with tf.control_dependencies(gradients):
+        same = [tf.identity(tensor) for tensor in tensors]
+    if not xla or not gradients:
+        return same
+    # XLA knows no control dependencies, but of no number that it equals itself. A gradient of NaN stays one.
+    first = tf.reduce_max(tf.reshape(gradients[0], [-1])[:1])
+    return [tf.where(tf.equal(first, first), tensor, tf.zeros_like(tensor)) for tensor in same]
+
+
+def _random(results: list[tf.Tensor], known: set[str]) -> str:
+    """Returns an operation that draws from a state of its own on the way to results, but not one of the known."""
+    found, remaining = set(), [result.op for result in results]
+    while remaining:
+        op = remaining.pop()
+        if op.name not in known:
+            known.add(op.name)
+            found.add(op.type)
+            if any(value.HasField("func") for value in op.node_def.attr.values()):
+                found |= layer_state.kinds_of(op.graph)
+            remaining += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
+    return next(iter(layer_state.drawing(found)), "")
