@@ -16,7 +16,7 @@ from tfdist.config.keywords import checked_keywords
 from tfdist.config.runtime_options import PlacementOptions
 from tfdist.distributed import gpus, tf_devices, tpu_host
 from tfdist.distributed.distribution import Distribution
-from tfdist.distributed.strategies import horovod, multi_worker, tpu
+from tfdist.distributed.strategies import horovod, tpu
 from tfdist.distributed.strategies.local import default, mirrored
 from tfdist.errors import UserError
 
@@ -133,6 +133,8 @@ def _start(placement: Placement, facts: Mapping[str, str], peers: Peers) -> Dist
         case "mirrored":
             return mirrored(devices, reason, jit)
         case "multi_worker":
+            from tfdist.distributed.strategies import multi_worker
+
             return multi_worker.create(devices, reason, peers, jit, where.communication, where.bucket_bytes)
         case "tpu":
             return _tpu(placement, devices, jit, refused)

@@ -12,16 +12,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy as home
+from tensorflow.python.distribute import multi_worker_util
+from tensorflow.python.eager import context
 
 from tfdist.cluster.addresses import split
 from tfdist.cluster.peers import Peers
+from tfdist.distributed import collectives, shared_memory_sum
 from tfdist.distributed.distribution import Distribution
 from tfdist.distributed.shared_memory_sum import SharedMemorySum
 from tfdist.errors import UserError, one_line
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 
 class Ring:
@@ -32,8 +35,6 @@ class Ring:
     IN_FLIGHT = 8  # sums that may be under way at a time: gRPC holds copies of each meanwhile
 
     def __init__(self, replicas: int, device: str):
-        import tensorflow as tf
-
         self._replicas = replicas
         self._numbers = itertools.count(1)
         # A tf.function runs stateful operations one after the other as they were traced, a clock that waits for the
@@ -45,10 +46,8 @@ class Ring:
                 for i in range(self.IN_FLIGHT)
             ]
 
-    def reduce(self, tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
+    def reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums each tensor over all replicas."""
-        import tensorflow as tf
-
         if self._replicas == 1:
             return tensors
         sums = []
@@ -76,10 +75,8 @@ class SharedMemory:
         self._through, self._workers = through, workers
         self._keys = itertools.count(1)
 
-    def reduce(self, tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
+    def reduce(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums each tensor over all replicas; those of half precision in float32."""
-        import tensorflow as tf
-
         sums = []
         for tensor, key in zip(tensors, self._keys):
             # NumPy adds float16 one by one, and does not know bfloat16.
@@ -89,10 +86,8 @@ class SharedMemory:
             sums.append(tf.cast(total, tensor.dtype))
         return sums
 
-    def gather(self, tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
+    def gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Concatenates each flat tensor over all replicas."""
-        import tensorflow as tf
-
         wholes = []
         for tensor, key in zip(tensors, self._keys):
             bits = tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])  # NumPy does not know bfloat16
@@ -119,10 +114,6 @@ def create(
       communication: `auto`, `ring` (gRPC) or `nccl`. Only `auto` takes the memory that workers of one host share.
       bucket_bytes: see `collectives.bucketed`; None for its default.
     """
-    import tensorflow as tf
-
-    from tfdist.distributed import collectives, shared_memory_sum
-
     if communication == "nccl" and names[0].startswith("CPU"):
         raise UserError("--communication=nccl sums between GPUs, and this worker has none", "leave it out")
     may_share = communication == "auto" and names == ("CPU:0",)
@@ -135,10 +126,10 @@ def create(
     bucket = collectives.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     replicas = len(names) * peers.size
 
-    def all_sum(tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
+    def all_sum(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return collectives.bucketed(tensors, reduce, bucket)
 
-    def all_gather(tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
+    def all_gather(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         if shared:
             return in_memory.gather(tensors)
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -178,9 +169,8 @@ def create(
 @contextlib.contextmanager
 def _explaining_failed_broadcasts(scope: contextlib.AbstractContextManager[object]) -> Iterator[object]:
     """Enters the scope of the strategy; UserError for a variable that the chief cannot send, or that others lack."""
-    import tensorflow as tf
 
-    def create(creator: "Callable[..., tf.Variable]", **kwargs: Any) -> "tf.Variable":
+    def create(creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         try:
             return creator(**kwargs)
         except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
@@ -201,17 +191,15 @@ def _explaining_failed_broadcasts(scope: contextlib.AbstractContextManager[objec
 
 
 def _reduce_in_layers(
-    strategy: "tf.distribute.MultiWorkerMirroredStrategy", reduce: "Callable[[list[tf.Tensor]], list[tf.Tensor]]"
+    strategy: tf.distribute.MultiWorkerMirroredStrategy, reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]]
 ) -> None:
     """Makes layers, such as a synchronized BatchNorm, sum through their replica context as gradients are summed."""
-    import tensorflow as tf
-
     theirs = strategy.extended.batch_reduce_to
 
     def batch_reduce_to(
-        reduce_op: "tf.distribute.ReduceOp",
+        reduce_op: tf.distribute.ReduceOp,
         pairs: Sequence[tuple[object, object]],
-        options: "tf.distribute.experimental.CommunicationOptions",
+        options: tf.distribute.experimental.CommunicationOptions,
     ) -> list[object]:
         values = [value for value, _ in pairs]
         if not all(isinstance(value, tf.Tensor) for value in values):  # sparse, or not of one replica
@@ -223,14 +211,9 @@ def _reduce_in_layers(
 
 
 def _start(
-    names: tuple[str, ...], peers: Peers, options: "tf.distribute.experimental.CommunicationOptions"
-) -> "tf.distribute.MultiWorkerMirroredStrategy":
+    names: tuple[str, ...], peers: Peers, options: tf.distribute.experimental.CommunicationOptions
+) -> tf.distribute.MultiWorkerMirroredStrategy:
     """Starts TensorFlow's servers on all workers together; raises UserError, or PeerError if one was lost meanwhile."""
-    import tensorflow as tf
-    from tensorflow.python.distribute import collective_all_reduce_strategy as home
-    from tensorflow.python.distribute import multi_worker_util
-    from tensorflow.python.eager import context
-
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
     if peers.size > 1:
         spec = tf.train.ClusterSpec({"worker": list(peers.addresses)})
