@@ -142,18 +142,14 @@ def gpt(
     x = layers.dropped(x, dropout, "embedded_dropout")
     for block in range(1, depth + 1):
         name = f"block{block}"
-        y = _normalized(x, f"{name}_norm1")
+        y = keras.layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm1")(x)
         y = layers.attention(heads, width, dropout, normal(), f"{name}_attention")(y, y, use_causal_mask=True)
         x = keras.layers.Add(name=f"{name}_add1")([x, layers.dropped(y, dropout, f"{name}_dropout1")])
-        y = _normalized(x, f"{name}_norm2")
+        y = keras.layers.LayerNormalization(epsilon=1e-5, name=f"{name}_norm2")(x)
         y = keras.layers.Dense(4 * width, "gelu", kernel_initializer=normal(), name=f"{name}_dense1")(y)
         # What is added to x 2 * depth times starts smaller by the root of that (GPT-2).
         small = normal((2 * depth) ** -0.5)
         y = keras.layers.Dense(width, kernel_initializer=small, name=f"{name}_dense2")(y)
         x = keras.layers.Add(name=f"{name}_add2")([x, layers.dropped(y, dropout, f"{name}_dropout2")])
-    x = _normalized(x, "norm")
+    x = keras.layers.LayerNormalization(epsilon=1e-5, name="norm")(x)
     return keras.Model(tokens, embedding(x, reverse=True) if tied else layers.output(vocabulary)(x))
-
-
-def _normalized(x: keras.KerasTensor, name: str) -> keras.KerasTensor:
-    return keras.layers.LayerNormalization(epsilon=1e-5, name=name)(x)
