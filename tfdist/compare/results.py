@@ -8,12 +8,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from tfdist.verification.weight_distance import Difference
+from tfdist.verification.weight_distance import Difference
 
 PARTS = ("input", "compute", "all_reduce", "python")  # parts of the time in `result.json`
 SIMPLEST = ("default", "mirrored", "multi_worker", "horovod", "tpu")
@@ -102,7 +101,7 @@ def rated(row: Row, reference: Row, cores: int | None) -> Row:
     return dataclasses.replace(row, evaluation_difference=differences)
 
 
-def judged(row: Row, reference: Row, difference: "Difference", tolerance: float) -> Row:
+def judged(row: Row, reference: Row, difference: Difference, tolerance: float) -> Row:
     """Returns a row with what a look at its weights says; `different` until a check has said more.
 
     Tolerance 0, with virtual replicas, demands all bits, also of what was measured on the way.
@@ -140,7 +139,7 @@ def other_loss(losses: Sequence[float], expected: Sequence[float], tolerance: fl
 
 
 def checked(
-    row: Row, difference: "Difference", tolerance: float, updates: int, natural: Sequence[str] = (), loss: str = ""
+    row: Row, difference: Difference, tolerance: float, updates: int, natural: Sequence[str] = (), loss: str = ""
 ) -> Row:
     """Returns a row whose weights differ, with what the check in float64 says of it, which ran without the layers that
     by nature depend on the number of replicas; `loss` is what `other_loss` says of that."""

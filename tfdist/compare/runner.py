@@ -16,10 +16,11 @@ from rich.console import Console
 from tfdist import config
 from tfdist.checkpoints import run_folder
 from tfdist.cluster.env_vars import HOLD
-from tfdist.compare import results, trial
+from tfdist.compare import presentation, results, trial
 from tfdist.compare.results import Row
 from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
+from tfdist.verification import weight_distance
 
 RECORD = "compare.json"
 _LOOK_S = 0.3  # at what other programs do
@@ -106,8 +107,6 @@ class Comparison:
             return trial.run(t, self._settings.time_limit, tick)
 
     def _compare_weights(self) -> None:
-        from tfdist.verification import weight_distance
-
         e = self._experiment
         exact = e.train.virtual_replicas > 0
         tolerance = 0.0 if exact else weight_distance.tolerance(e.train.precision, e.optimizer.reduce_dtype)
@@ -131,8 +130,6 @@ class Comparison:
 
         That is rounding which has grown, or layers that depend on the number of replicas: these are held still.
         """
-        from tfdist.verification import weight_distance
-
         result = _read(pathlib.Path(self._rows[0].folder) / "result.json")
         fields = weight_distance.check_flags(result["updates"])
         updates, folder = int(fields["config.train.steps"]), self._folder.path / "check"
@@ -157,8 +154,6 @@ class Comparison:
         return results.checked(row, difference, most, updates, natural, results.other_loss(ours, theirs, most))
 
     def _show(self, verdict: Sequence[str]) -> None:
-        from tfdist.compare import presentation
-
         s, machine = self._settings, self._settings.machine.describe()
         each = "TensorFlow's own number of threads" if s.threads is None else f"--threads={s.threads}"
         about = f"On {machine}, with {each} for each replica and --jit={s.jit}; one run each."
