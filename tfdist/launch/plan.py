@@ -7,19 +7,19 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
+
+from absl import flags
 
 from tfdist import __version__, config
 from tfdist.cluster import env_vars
-from tfdist.config import buckets, field_syntax, validation
+from tfdist.config import buckets, field_syntax, runtime_options, validation
+from tfdist.config.commands import command_line
 from tfdist.config.messages import aside
 from tfdist.distributed import gpus
 from tfdist.errors import UserError
 from tfdist.launch import machines, node_agent
 from tfdist.launch.machines import JOIN_S, SCALE_S
-
-if TYPE_CHECKING:
-    from tfdist.config.runtime_options import Environment
 
 _OWN = ("devices", "workdir", "threads", "progress", "start_timeout", "stall_timeout")  # may differ between nodes
 
@@ -81,8 +81,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         if not unknown[0].startswith("-"):
             what = f"unexpected argument {unknown[0]!r}: a script, as the flags of tfdist.train, stands after --"
             raise UserError(what)
-        from tfdist.config import runtime_options
-
         if name.partition(".")[0] in ("config", *runtime_options.HELP):
             raise UserError(f"--{name} is a flag of tfdist.train", "write it after --")
         known = tuple(sorted(vars(options)))
@@ -165,13 +163,8 @@ def _check_elastic(experiment: config.Experiment, requeue: bool, nodes: machines
         raise UserError(what, f"use at least {needed}, or fewer nodes")
 
 
-def _train_flags(rest: Sequence[str]) -> "tuple[config.Experiment, Environment, str]":
+def _train_flags(rest: Sequence[str]) -> tuple[config.Experiment, runtime_options.Environment, str]:
     """Parses the flags of `tfdist.train`, so that a typo shows once and here; returns the run folder, too."""
-    from absl import flags
-
-    from tfdist.config import runtime_options
-    from tfdist.config.commands import command_line
-
     runtime_options.define_flags()
     before, sys.argv = sys.argv, ["tfdist.train", *rest]  # config_flags reads the overrides there
     try:
