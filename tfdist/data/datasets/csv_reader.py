@@ -1,5 +1,6 @@
 """Reads CSV files into columns: numbers and texts told apart, bad rows named by their line."""
 
+import _csv
 import csv
 import dataclasses
 import gc
@@ -10,15 +11,12 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 import numpy as np
 
 from tfdist.data.datasets.examples import first_few
 from tfdist.errors import UserError
-
-if TYPE_CHECKING:
-    import _csv
 
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))  # missing numbers, in any case; of a category, ""
 NUMBERS = 0.95  # share of a column's values that must be numbers, or it is a category; the rest are bad rows
@@ -198,7 +196,7 @@ class _Reader(TableBuilder):
         found = [name for name in self.columns if name not in self._given]
         return [name for name in found if self._wrong[name] > (1 - NUMBERS) * self._present[name]]
 
-    def _read_file(self, path: str, reader: "_csv.Reader", names: list[str]) -> None:
+    def _read_file(self, path: str, reader: _csv.Reader, names: list[str]) -> None:
         where = [names.index(name) for name in self.columns]
         while True:
             line = reader.line_num
@@ -253,7 +251,7 @@ def _open(path: str) -> TextIO:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _taken(path: str, reader: "_csv.Reader", count: int) -> tuple[list[list[str]], str]:
+def _taken(path: str, reader: _csv.Reader, count: int) -> tuple[list[list[str]], str]:
     """Returns rows up to one with wrong quotes, and what is wrong with that; the parser goes on with the next line."""
     rows: list[list[str]] = []
     try:
