@@ -16,7 +16,7 @@ from collections.abc import Callable
 from absl import flags
 
 from tfdist.config.messages import logger
-from tfdist.inference import compatibility, job
+from tfdist.inference import job
 from tfdist.inference.prediction_rows import OutputFile
 
 
@@ -55,6 +55,7 @@ def _evaluated(ready: job.Ready, check_agreement: str, should_stop: Callable[[],
     """Returns the metrics by name, and over how many examples they are."""
     import keras
 
+    from tfdist.inference import compatibility
     from tfdist.keras_bridge import preconditions
     from tfdist.models import build as models
     from tfdist.trainer.evaluation import Evaluation

@@ -1,19 +1,18 @@
 """Checks that data match a trained model, and reads properties of its outputs from its loss."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+
+import keras
 
 from tfdist import config
+from tfdist.data.loaded import Loaded
+from tfdist.data.sources import one_hot
+from tfdist.data.spec import Spec
 from tfdist.errors import UserError
-
-if TYPE_CHECKING:
-    import keras
-
-    from tfdist.data.loaded import Loaded
-    from tfdist.data.spec import Spec
+from tfdist.models import objective
 
 
-def check_data(experiment: config.Experiment, spec: "Spec", trained: "Spec", targets: object = None) -> None:
+def check_data(experiment: config.Experiment, spec: Spec, trained: Spec, targets: object = None) -> None:
     """Raises UserError if data have other inputs, targets or columns than those that the model was trained on."""
     what = f"data.name={experiment.data.name!r}"
     for name, mine, its in (("shape", list(spec.shape), list(trained.shape)), ("type", spec.dtype, trained.dtype)):
@@ -36,7 +35,7 @@ def check_data(experiment: config.Experiment, spec: "Spec", trained: "Spec", tar
         raise UserError(what, "choose data of the same table")
 
 
-def check_inputs(model: "keras.Model", experiment: config.Experiment, spec: "Spec") -> None:
+def check_inputs(model: keras.Model, experiment: config.Experiment, spec: Spec) -> None:
     """Raises UserError if a model without a description does not take inputs of the data's shape."""
     shape = getattr(model, "input_shape", None)
     if not isinstance(shape, tuple) or any(isinstance(side, (tuple, list)) for side in shape):
@@ -47,10 +46,8 @@ def check_inputs(model: "keras.Model", experiment: config.Experiment, spec: "Spe
         raise UserError(what, "choose its data with --config, or --config.data.name")
 
 
-def for_own_loss(model: "keras.Model", data: "Loaded", source: str) -> "Loaded":
+def for_own_loss(model: keras.Model, data: Loaded, source: str) -> Loaded:
     """Returns the data with the targets that the loss of a model from the file `source` expects."""
-    from tfdist.data.sources import one_hot
-
     if not model.compiled or model.loss is None:
         what = f"--model={source} was saved without a loss and metrics"
         raise UserError(what, "compile the model before it is saved, or give the --workdir of its run")
@@ -68,19 +65,15 @@ def for_own_loss(model: "keras.Model", data: "Loaded", source: str) -> "Loaded":
     return data
 
 
-def from_logits(model: "keras.Model", from_file: bool) -> bool | None:
+def from_logits(model: keras.Model, from_file: bool) -> bool | None:
     """Tells whether scores are logits, by the model's loss or else tfdist's, which takes logits; None if unknown."""
     if not model.compiled:
-        from tfdist.models import objective
-
         return None if from_file else not objective.ends_with_probabilities(model)
     return getattr(model.loss, "from_logits", None)
 
 
-def loss_name(model: "keras.Model") -> str:
+def loss_name(model: keras.Model) -> str:
     """Returns the name of a model's Keras loss, such as `categoricalcrossentropy`; empty if it is not one of Keras."""
-    import keras
-
     if not model.compiled or model.loss is None or isinstance(model.loss, (dict, list, tuple)):
         return ""
     loss = keras.losses.get(model.loss)

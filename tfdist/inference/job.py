@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from tfdist import config
-from tfdist.config import field_syntax, runtime_options
+from tfdist.config import buckets, field_syntax, runtime_options
 from tfdist.config.commands import command_line
 from tfdist.config.messages import logger
+from tfdist.data import spec_file
 from tfdist.errors import Interrupted, UserError
-from tfdist.inference import compatibility, trained_model
+from tfdist.inference import trained_model
 from tfdist.inference.prediction_rows import STDOUT, OutputFile
 from tfdist.inference.trained_model import ModelRequest
 
@@ -118,6 +119,7 @@ def _ready(
 ) -> Ready:
     """Loads data, model and weights on all workers; the run's experiment is `recorded` only on the chief."""
     from tfdist.data.datasets import registry
+    from tfdist.inference import compatibility
     from tfdist.models import build as models
     from tfdist.monitoring import recorder
 
@@ -159,8 +161,6 @@ def _agreed(
     requested: ModelRequest, recorded: config.Experiment | None, distribution: "Distribution"
 ) -> "tuple[config.Experiment, Spec | None, bool]":
     """Broadcasts the run's experiment, its data's description if known, and whether the request names others."""
-    from tfdist.data import spec_file
-
     fields = spec = other = None
     if recorded is not None:
         fields = dataclasses.asdict(recorded)
@@ -174,7 +174,6 @@ def _agreed(
 
 def new_rows(experiment: config.Experiment, spec: "Spec", requested: ModelRequest, rows_alone: bool) -> "Loaded":
     """Loads all rows of another table, encoded by the training's statistics; `rows_alone` leaves out targets."""
-    from tfdist.config import buckets
     from tfdist.data.datasets import tables
     from tfdist.data.loaded import Loaded
     from tfdist.data.sources import Arrays

@@ -16,7 +16,7 @@ from absl import flags
 
 from tfdist.config.messages import logger
 from tfdist.errors import UserError
-from tfdist.inference import compatibility, job, prediction_rows
+from tfdist.inference import job, prediction_rows
 
 
 def _run(values: flags.FlagValues) -> int:
@@ -46,6 +46,7 @@ def _write(
     """Writes the predictions batch by batch; returns how many."""
     import keras
 
+    from tfdist.inference import compatibility
     from tfdist.trainer import evaluation
 
     data, experiment = ready.data, ready.experiment
