@@ -56,7 +56,7 @@ def train_step(
 
     It takes a replica's batch, and whether this is the last update of a call, a bool scalar.
     """
-    model = replica.model
+    model, totals = replica.model, replica.totals
     optimizer = optimizer_update.OwnedOptimizer(
         model.optimizer, model.trainable_variables, options.factors, keras_internals.in_float16(model), options.sliced
     )
@@ -73,31 +73,20 @@ def train_step(
             # The same on every replica, so they are counted once, after the all-reduce.
             penalties, penalty_grads = replica.objective.penalties_with_gradients()
             gradients = sums.gradients()
-            norm = _gradient_norm(gradients, scale, is_last, replica.totals) if options.norm else None
+
+            def norm() -> tf.Tensor:
+                # Before clipping and without regularizers; the loss scale is still in the gradients.
+                squares = [tf.cast(tf.nn.l2_loss(g), totals) for g in gradients if g is not None]
+                total = tf.sqrt(2.0 * collectives.sum_in_order(squares)) if squares else tf.zeros([], totals)
+                return total if scale is None else total / tf.cast(scale, totals)
+
+            norm_at_end = tf.cond(is_last, norm, lambda: tf.zeros([], totals)) if options.norm else None
             # Once these exist, no backward pass reads a weight; sums that travel together come all at once.
             after = sums.grads if collectives.together(own) else own
             optimizer.apply(gradients, penalty_grads, after)
-            return StepOutput(sums.losses(penalties), seconds, norm)
+            return StepOutput(sums.losses(penalties), seconds, norm_at_end)
 
         yield step
-
-
-def _gradient_norm(
-    gradients: list[tf.Tensor | None], scale: tf.Tensor | None, is_last: tf.Tensor, dtype: tf.DType
-) -> tf.Tensor:
-    """Returns the norm over all gradients, before clipping and without regularizers; 0 unless `is_last`.
-
-    Args:
-      scale: loss scale that is still in the gradients, or None.
-      dtype: of the result, and of the sum over the gradients.
-    """
-
-    def norm() -> tf.Tensor:
-        squares = [tf.cast(tf.nn.l2_loss(g), dtype) for g in gradients if g is not None]
-        total = tf.sqrt(2.0 * collectives.sum_in_order(squares)) if squares else tf.zeros([], dtype)
-        return total if scale is None else total / tf.cast(scale, dtype)
-
-    return tf.cond(is_last, norm, lambda: tf.zeros([], dtype))
 
 
 def evaluation_call(replica: Replica, layout: Layout, losses: int) -> Callable[..., CallResult]:
