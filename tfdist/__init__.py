@@ -59,7 +59,6 @@ __all__ = [
     "unpatch_keras",
 ]
 
-
 if not TYPE_CHECKING:  # type checkers would take any name for one that it returns
 
     def __getattr__(name: str) -> Any:

@@ -45,7 +45,6 @@ DISK_ERRORS = OSError, tf.errors.OutOfRangeError, tf.errors.ResourceExhaustedErr
 _TIME_LIMIT_S = 600.0
 _Trials = dict[str, np.ndarray]  # inputs and expected outputs, named as `verify` wants them
 
-
 COUNT = 8  # how many examples a comparison takes
 
 

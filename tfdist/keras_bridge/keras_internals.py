@@ -757,7 +757,6 @@ def is_deterministic() -> bool:
 BATCHES_SEEN = ("_batches_seen_since_last_saving", "_last_batch_seen")
 """ModelCheckpoint counts in these attributes the batches since its last file, and nothing public tells the number."""
 
-
 EMA_IN_MODEL = "_ema_weights_in_model"
 """SwapEMAWeights tells by this attribute whether the model has the averaged weights, as at the end of an epoch."""
 

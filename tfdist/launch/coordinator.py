@@ -24,7 +24,6 @@ EXIT_WAIT_S = 3.0  # time for the other launchers to receive the last message
 _RECORDED = 50  # most attempts that the chief records
 _POLL_S = 2.0  # longest wait for an event
 
-
 NodeEvent: TypeAlias = tuple[int, wire.Message]  # a node and an event on it, for `AttemptOutcome.hear`
 
 

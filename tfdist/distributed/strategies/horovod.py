@@ -30,7 +30,6 @@ from tfdist.errors import UserError, one_line, printable
 if TYPE_CHECKING:
     import tensorflow as tf
 
-
 _UNREACHABLE_S = 15.0  # Horovodrun is lost if it has not answered for so long
 _ASK_S = 3.0
 _PAUSE_S = (0.05, 1.0)  # between questions, at first and at most: horovodrun answers all workers in one process
