@@ -108,15 +108,6 @@ def number(field: str, text: str) -> float:
     return value
 
 
-def check_size(name: str, value: float) -> None:
-    """Raises UserError unless a number is finite and no larger than what any run could count."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{name} must be a finite number, got {value}")
-    if isinstance(value, int) and abs(value) > LARGEST:
-        digits = str(value) if abs(value) < 10**40 else "one with more than 40 digits"
-        raise UserError(f"{name} must be at most {LARGEST:,}, got {digits}")
-
-
 def check_whole(name: str, value: object) -> None:
     """Raises UserError unless `value` is an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import operator
 import os
 import re
@@ -146,8 +147,11 @@ def _types(group: object, above: str = "") -> None:
             known = {str: "text in quotes", int: "an integer", float: "a number", bool: "True or False"}
             words = known.get(kind) or f"a tfdist.config.{kind.__name__}"
             raise UserError(f"{name} must be {words}, got {value!r}")
-        elif isinstance(value, (int, float)):
-            field_syntax.check_size(name, value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name} must be a finite number, got {value}")
+        elif isinstance(value, int) and abs(value) > field_syntax.LARGEST:
+            digits = str(value) if abs(value) < 10**40 else "one with more than 40 digits"
+            raise UserError(f"{name} must be at most {field_syntax.LARGEST:,}, got {digits}")
 
 
 def _model(model: Model) -> None:
