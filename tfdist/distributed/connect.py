@@ -288,10 +288,8 @@ def choose(
         what = "--strategy=multi_worker under horovodrun has no addresses"
         raise UserError(what, "use --strategy=horovod, or python -m tfdist.launch")
     if name == "horovod" and devices > 1:
-        raise UserError(
-            f"--strategy=horovod uses one device per process, this one has {what}",
-            "start as many processes, or pick one with --devices",
-        )
+        what = f"--strategy=horovod uses one device per process, this one has {what}"
+        raise UserError(what, "start as many processes, or pick one with --devices")
     if name == "mirrored" and devices < 2 and not selection.opaque:
         what = f"--strategy=mirrored needs at least 2 devices, found 1 ({'1 GPU' if selection.gpus else 'the CPU'})"
         raise UserError(what, "use --virtual_devices=2 to split the CPU, or --strategy=default")

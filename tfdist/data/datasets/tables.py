@@ -115,10 +115,8 @@ def leave_out_without(table: Table, name: str, what: str, skip: bool) -> Table:
     if not missing.any():
         return table
     if not skip:
-        raise UserError(
-            f"{int(missing.sum()):,} rows in {what} have no target {name!r}",
-            "fill it in, or leave such rows out with data.on_error=skip",
-        )
+        problem = f"{int(missing.sum()):,} rows in {what} have no target {name!r}"
+        raise UserError(problem, "fill it in, or leave such rows out with data.on_error=skip")
     logger.info(f"WARNING: left out: {int(missing.sum()):,} rows in {what} that have no target {name!r}")
     return table.taken(np.flatnonzero(~missing))
 
