@@ -22,7 +22,6 @@ from tfdist.launch.worker_process import Events, Screen, Signalled
 
 EXIT_WAIT_S = 3.0  # time for the other launchers to receive the last message
 _RECORDED = 50  # most attempts that the chief records
-_POLL_S = 2.0  # longest wait for an event
 
 NodeEvent: TypeAlias = tuple[int, wire.Message]  # a node and an event on it, for `AttemptOutcome.hear`
 
@@ -208,7 +207,7 @@ class Coordinator:
 
     def _poll(self, until: float, gathering: bool = False) -> list[NodeEvent]:
         """Waits until something happens, or `until`; returns what it was, with the node."""
-        self._events.wait(min(until - time.monotonic(), self._agent.timeout(), _POLL_S))
+        self._events.wait(min(until - time.monotonic(), self._agent.timeout(), node_agent.POLL_S))
         self._pending += [(0, event) for event in self._agent.events()]
         for link in list(self._links.values()):
             self._pending += [(link.member.rank, event) for event in link.take()]

@@ -157,10 +157,8 @@ def listen(host: str, port: int, wait: float = 0.0, say: Callable[[str], object]
             taken = f"--master_port={port} is taken on {host}"
             raise AddressInUseError(taken, "choose another, the same on all nodes") from None
         kind = AddressInUseError if error.errno == errno.EADDRNOTAVAIL else UserError
-        raise kind(
-            f"--master_addr={host} is not an address of this machine ({(error.strerror or '').lower()})",
-            "give that of node 0, and a --node_rank of their own to the other nodes",
-        ) from None
+        what = f"--master_addr={host} is not an address of this machine ({(error.strerror or '').lower()})"
+        raise kind(what, "give that of node 0, and a --node_rank of their own to the other nodes") from None
 
 
 def join(host: str, port: int, secret: str, own: Member, timeout: float, events: Events, screen: Screen) -> NodeLink:
@@ -197,7 +195,7 @@ def join(host: str, port: int, secret: str, own: Member, timeout: float, events:
 
 
 END_S = 30.0  # after this time, a worker that cannot even be killed is left to the system
-_POLL_S = 2.0  # longest wait for an event
+POLL_S = 2.0  # longest wait for an event
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -377,7 +375,7 @@ def follow(plan: LaunchPlan, events: Events, screen: Screen) -> int:
 def _serve(agent: NodeAgent, link: NodeLink, events: Events, screen: Screen) -> int | None:
     """Obeys node 0 to the end; returns the exit code, or None when node 0 was lost."""
     while not link.lost:
-        events.wait(min(_POLL_S, agent.timeout()))
+        events.wait(min(POLL_S, agent.timeout()))
         for event in agent.events():
             link.send(event)
         for order in link.take():
@@ -390,6 +388,6 @@ def _serve(agent: NodeAgent, link: NodeLink, events: Events, screen: Screen) -> 
     agent.obey({"order": "end", "text": f"{link} is lost: {link.lost}", "lines": []})
     deadline, stopped = time.monotonic() + END_S, False
     while agent.alive and time.monotonic() < deadline:
-        events.wait(min(_POLL_S, agent.timeout()))
+        events.wait(min(POLL_S, agent.timeout()))
         stopped = any(event["event"] == "signal" for event in agent.events()) or stopped
     return 1 if stopped else None
