@@ -5,15 +5,12 @@ import os
 import resource
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tfdist.cluster import standard_error
 from tfdist.config.runtime_options import PlacementOptions
 from tfdist.distributed import gpus
 from tfdist.errors import UserError
-
-if TYPE_CHECKING:
-    import tensorflow as tf
 
 _SIGNS = ("dlopen", "cuInit", "libcud", "cuda drivers", "driver version", "CUDA_ERROR", "Skipping registering")
 LEAST_ADDRESS_SPACE = 4_000_000_000  # bytes with which a small model trains on two cores
@@ -64,7 +61,7 @@ def prepare(
     return tuple(f"CPU:{i}" for i in range(virtual or 1))
 
 
-def start() -> "tuple[ModuleType, list[tf.config.PhysicalDevice], list[str]]":
+def start() -> tuple[ModuleType, list[Any], list[str]]:
     """Imports TensorFlow and lists its GPUs; returns the lines, too, that it prints of why it does not see one."""
     with standard_error.kept() as kept:
         import tensorflow as tf
