@@ -1,6 +1,8 @@
 """`patch_keras`: what a script does with Keras alone comes out as with Keras alone, on any number of replicas."""
 
+import contextlib
 import dataclasses
+import functools
 import importlib
 from concurrent import futures
 
@@ -11,7 +13,6 @@ import tensorflow as tf
 from support.training_cases import all_same
 
 import tfdist
-from tfdist.cluster.peers import Peers
 from tfdist.distributed import connect as connect_lib
 from tfdist.trainer import keras_patch
 
@@ -272,18 +273,29 @@ def test_what_another_library_has_replaced_is_not_replaced_again(connect, monkey
         tfdist.patch_keras(connect(1))
 
 
-def test_threads_that_call_at_once_are_refused_on_several_workers(patched):
-    """The workers were said to have other data."""
+class PredictsInAThread(keras.callbacks.Callback):
+    def on_predict_begin(self, logs=None):
+        with futures.ThreadPoolExecutor(1) as pool:
+            self.answer = pool.submit(self.predict, self.model, np.ones((4, 6)), verbose=0).result()
 
-    class Asks(keras.callbacks.Callback):
-        def on_predict_begin(self, logs=None):
-            with futures.ThreadPoolExecutor(1) as pool:
-                pool.submit(self.model.predict, X, verbose=0).result()
 
-    patched(1, peers=Peers(hosts=("a", "b")))
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+@pytest.mark.parametrize("world", ["replicas", "patched replicas", "one device"])
+def test_threads_that_call_at_once_are_refused_on_several_replicas(patched, connect, world):
+    """Workers were said to have other data, and a replica trained on what the check of another thread had changed."""
+    if world != "replicas":
+        patched(1 if world == "one device" else 2)
+    distribution = connect(2)
+    with distribution.scope() if world == "replicas" else contextlib.nullcontext():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+    callback = PredictsInAThread()
+    callback.predict = keras.Model.predict
+    if world == "one device":
+        np.testing.assert_array_equal(model.predict(np.ones((4, 6)), callbacks=[callback], verbose=0), callback.answer)
+        return
+    direct = functools.partial(tfdist.predict, distribution=distribution)
+    callback.predict = predict = direct if world == "replicas" else keras.Model.predict
     with pytest.raises(tfdist.UserError, match="threads of the script call models at once"):
-        model.predict(X, callbacks=[Asks()], verbose=0)
+        predict(model, np.ones((4, 6)), callbacks=[callback], verbose=0)
 
 
 def test_patching_twice_changes_nothing(connect):

@@ -1,13 +1,16 @@
 """A started strategy for the rest of tfdist: the few operations in which the strategies differ."""
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tfdist.cluster.peers import Peers
 from tfdist.config import cpu_kernels
+from tfdist.errors import UserError
 
 if TYPE_CHECKING:
     import keras
@@ -64,6 +67,7 @@ class Distribution:
     """Types in which its devices cannot compute."""
     unsummed: tuple[str, ...] = ()
     """Types in which gradients cannot travel, besides."""
+    _calling: Any = dataclasses.field(default_factory=threading.RLock)  # held by the thread that is in a call
 
     @property
     def device_kind(self) -> str:
@@ -99,6 +103,20 @@ class Distribution:
     def first(self) -> int:
         """Index of this worker's first replica among all."""
         return self.rank * len(self.devices)
+
+    @contextlib.contextmanager
+    def one_thread(self, alone: bool = False) -> Iterator[None]:
+        """Refuses a call on several replicas, or if `alone` on any, while another thread is in one.
+
+        Replicas share what is patched while they are traced and checked, and workers make the same calls in one order.
+        """
+        with contextlib.ExitStack() as held:
+            if self.replicas > 1 or alone:
+                if not self._calling.acquire(blocking=False):
+                    what = "threads of the script call models at once, which several replicas, and --workdir, exclude"
+                    raise UserError(what, "make these calls one after the other, or use --strategy=default")
+                held.callback(self._calling.release)
+            yield
 
     def per_replica(self, values: list[T]) -> T:
         """Makes an argument of `run` of one value for each replica; in cross-replica context, not between workers."""

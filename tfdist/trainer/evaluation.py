@@ -87,7 +87,12 @@ def evaluate(
     replica_sync_check.check_weights(model, distribution, "before an evaluation")
     evaluation.check(check_agreement)
     called = on_this_worker(callbacks, model, distribution, verbose, evaluation.batches)
-    with keras_internals.variables_as_numbers(), metrics.counting_resets(model), chief_alone(called, distribution):
+    with (
+        distribution.one_thread(),
+        keras_internals.variables_as_numbers(),
+        metrics.counting_resets(model),
+        chief_alone(called, distribution),
+    ):
         logs = evaluation.run(called, should_stop)
     return logs if return_dict else keras_internals.metrics_in_order(model, logs)
 
@@ -233,12 +238,13 @@ def predict(
     run = functools.partial(_predict, "predict", steps=steps, callbacks=callbacks, verbose=verbose)
     pieces, rows = [], 0
     arrays: list[Structure] = []
-    for outputs, count in run(model, source, distribution, batch_size, virtual_replicas, check_agreement):
-        pieces.append(outputs)
-        rows += count
-        if rows >= PREDICT_ROWS:
-            arrays.append(_concatenated(pieces))
-            pieces, rows = [], 0
+    with distribution.one_thread():
+        for outputs, count in run(model, source, distribution, batch_size, virtual_replicas, check_agreement):
+            pieces.append(outputs)
+            rows += count
+            if rows >= PREDICT_ROWS:
+                arrays.append(_concatenated(pieces))
+                pieces, rows = [], 0
     if pieces:
         arrays.append(_concatenated(pieces))
     return _concatenated(arrays)

@@ -143,7 +143,8 @@ def fit(
     if own and asked:
         raise UserError(f"{asked[0]} cannot be used with a model that has its own {own}", "leave it out")
     zero.ready(model, options.distribution, options.zero_stage)
-    return FitLoop(plan_training(model, source, options)).run()
+    with options.distribution.one_thread():
+        return FitLoop(plan_training(model, source, options)).run()
 
 
 def _check(source: sources.Source, options: FitOptions) -> None:

@@ -7,7 +7,6 @@ import inspect
 import os
 import pathlib
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,7 +67,6 @@ class KerasPatch:
         self.options = sync_batch_norm, virtual_replicas, call_fit
         self._sync_batch_norm, self._virtual_replicas, self._call_fit = self.options
         self._fits = self.depth = 0
-        self._lock = threading.RLock()
         self._warned: set[str] = set()
         self._undo = contextlib.ExitStack()
         self._scope = contextlib.ExitStack()
@@ -133,15 +131,11 @@ class KerasPatch:
         return keras_internals.outside_scope()(function) if self.distribution.workers > 1 else function
 
     @contextlib.contextmanager
-    def _one_thread(self) -> Iterator[None]:
-        """Refuses a call, on several workers, while another thread is in one."""
-        with contextlib.ExitStack() as held:
-            if self.distribution.workers > 1:
-                if not self._lock.acquire(blocking=False):
-                    what = "threads of the script call models at once, which each worker does in another order"
-                    raise UserError(what, "make these calls one after the other")
-                held.callback(self._lock.release)
-            held.enter_context(keras_internals.replaced("depth", [(self, self.depth + 1)]))
+    def _one_thread(self, name: str) -> Iterator[None]:
+        with (
+            self.distribution.one_thread(alone=name == "fit" and self._call_fit is not None),
+            keras_internals.replaced("depth", [(self, self.depth + 1)]),
+        ):
             yield
 
     def _leave_scope(self) -> None:
@@ -215,7 +209,7 @@ class KerasPatch:
 
         @functools.wraps(theirs)
         @self._outside_scope
-        @self._one_thread()
+        @self._one_thread(name)
         @self.distribution.peers.raising_together(f"{name}()")
         def method(*args: Any, **options: Any) -> Any:
             if self.distribution.workers > 1 and (self.depth > 1 or name not in _TRAINING):
