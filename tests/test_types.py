@@ -48,6 +48,7 @@ evaluate(None, x, batchsize=3)  # wrong
 predict(None, x, verbse=0)  # wrong
 tfdist.Checkpoints("run", evry="1 epoch")  # wrong
 tfdist.Report(3)  # wrong
+tfdist.remat(model, blocks=3)  # wrong
 tfdist.patch_keras(distributon=distribution)  # wrong
 tfdist.fitt  # wrong
 tfdist.UserError("x").fixx  # wrong

@@ -923,57 +923,6 @@ def test_the_connected_distribution_is_used_where_none_is_given(said):
     tfdist.fit(simple(), x, y, verbose=0, distribution=tfdist.connect("default"))
 
 
-class Recomputing(L.Layer):
-    """Computes the activations of another layer again in the backward pass."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def build(self, shape):
-        self.inner.build(shape)
-
-    def call(self, x, training=None):
-        return tf.recompute_grad(lambda t: self.inner(t, training=training))(x)
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("inner", [L.Dropout, L.BatchNormalization])
-def test_recomputation_that_draws_or_counts_twice_is_refused(connect, inner, replicas):
-    layer = (lambda: inner(0.5)) if inner is L.Dropout else (lambda: inner(synchronized=True))
-    with connect(replicas).scope():
-        model = keras.Sequential([keras.Input((4,)), L.Dense(4), Recomputing(layer()), L.Dense(1)])
-        model.compile("sgd", "mse")
-    x = np.ones((8, 4), "float32")
-    with pytest.raises(tfdist.UserError, match=r"^tf.recompute_grad is given a layer that writes '.*/(seed|moving)"):
-        tfdist.fit(model, x, x[:, :1], distribution=connect(replicas), verbose=0)
-
-
-def test_recomputation_that_writes_nothing_trains_as_keras_does(connect):
-    x = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
-    ended = []
-    for fitted in (keras.Model.fit, tfdist.fit):
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input((4,)), Recomputing(L.LayerNormalization()), L.Dense(1)])
-        model.compile("sgd", "mse")
-        fitted(model, x, x[:, :1], batch_size=4, shuffle=False, verbose=0)
-        ended.append(model.get_weights())
-    training_cases.all_same(*ended, rtol=1e-5, atol=1e-7)
-
-
-def test_scopes_of_rematerialization_are_refused_where_they_fail():
-    x = np.ones((8, 4), "float32")
-    for mode in ("full", "activations", None):
-        with keras.RematScope(mode=mode):
-            model = keras.Sequential([keras.Input((4,)), L.Dense(4, activation="gelu"), L.Dense(1)])
-            model.compile("sgd", "mse")
-        if mode != "full":
-            tfdist.fit(model, x, x[:, :1], verbose=0)
-            continue
-        with pytest.raises(tfdist.UserError, match=r"^layer '.*' was created in keras.RematScope\(mode='full'\)"):
-            tfdist.fit(model, x, x[:, :1], verbose=0)
-
-
 def test_devices_that_keras_would_choose_are_refused(connect):
     x, model = np.ones((8, 4), "float32"), simple()
     keras.distribution.set_distribution(keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]))

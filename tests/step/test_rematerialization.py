@@ -211,6 +211,16 @@ def test_what_is_no_block_is_refused():
         tfdist.remat(Flat())
 
 
+def test_keras_predicts_and_exports_what_was_trained(connect, tmp_path):
+    model, _ = trained("residual", "tfdist.remat", connect(1))
+    x, _ = examples("residual")
+    expected = tfdist.predict(model, x, verbose=0)
+    all_same([model.predict(x, verbose=0)], [expected], rtol=1e-12)
+    model.export(tmp_path / "exported", verbose=False)
+    exported = tf.saved_model.load(str(tmp_path / "exported"))
+    all_same([exported.serve(x)], [expected], rtol=1e-12)
+
+
 def test_scripts_build_layers_that_hold_others_in_a_scope(connect):
     """Keras cannot: a layer within another is called with keyword arguments, which TensorFlow refuses in a graph."""
     tfdist.connect("mirrored", virtual_devices=2)

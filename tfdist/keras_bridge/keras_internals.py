@@ -334,7 +334,7 @@ def rematerializing(
     No public function replaces what has been wrapped already, or calls a part of the nodes.
 
     Args:
-      call: takes the function, its arguments and keyword arguments.
+      call: takes the function, its arguments and keyword arguments; NotImplemented leaves it to TensorFlow.
       run: takes the nodes in order, the values of tensors by their ids, which it adds to, and what runs a node so.
       is_divided: whether `run` computes a Functional model, and not that itself.
       write: called for each write of a variable.
@@ -343,10 +343,10 @@ def rematerializing(
 
     def decorator(theirs: Callable) -> Callable:
         def decorated(f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-            recomputed = getattr(f, "__code__", None) is _RECOMPUTED
-            return (
-                call(inspect.getclosurevars(f).nonlocals["f"], args, kwargs) if recomputed else theirs(f, args, kwargs)
-            )
+            outputs = NotImplemented
+            if getattr(f, "__code__", None) is _RECOMPUTED:
+                outputs = call(inspect.getclosurevars(f).nonlocals["f"], args, kwargs)
+            return theirs(f, args, kwargs) if outputs is NotImplemented else outputs
 
         return decorated
 

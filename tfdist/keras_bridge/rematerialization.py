@@ -129,10 +129,17 @@ def supported(model: keras.Model, xla: bool) -> Iterator[None]:
         )
 
 
-def ignored() -> contextlib.AbstractContextManager[None]:
-    """Lets `tf.recompute_grad` compute nothing again, within it, where Keras calls layers to build them."""
-    plainly = lambda f, args, kwargs: f(*args, **kwargs)
-    return keras_internals.rematerializing(plainly, lambda *_: None, lambda graph: False, lambda: None, alone=False)
+def _once(f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    of_layer = isinstance(getattr(f, "__self__", None), keras.Layer)
+    return f(*args, **kwargs) if of_layer or kwargs else NotImplemented
+
+
+# Where Keras builds, exports or predicts by itself, layers are computed once: TensorFlow would draw other masks, and
+# fails for keyword arguments.
+_BEYOND_STEPS = contextlib.ExitStack()
+_BEYOND_STEPS.enter_context(
+    keras_internals.rematerializing(_once, lambda *_: None, lambda graph: False, lambda: None, alone=False)
+)
 
 
 def _in_blocks(node: Any) -> bool:

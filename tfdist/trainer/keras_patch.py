@@ -18,7 +18,7 @@ from tfdist.config.messages import logger
 from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
-from tfdist.keras_bridge import batch_norm, keras_internals, preconditions, rematerialization
+from tfdist.keras_bridge import batch_norm, keras_internals, preconditions
 from tfdist.trainer import evaluation, fit, on_batch
 
 _METHODS: dict[str, Callable[..., Any]] = {
@@ -90,7 +90,6 @@ class KerasPatch:
         for name, ours in _METHODS.items():
             self._replace(trainer, name, self._method(getattr(trainer, name), ours))
         self._undo.enter_context(keras_internals.variables_as_numbers())
-        self._undo.enter_context(rematerialization.ignored())  # of layers that a script builds in a keras.RematScope
         self._undo.enter_context(keras_internals.unscaled_losses(in_replicas=False))  # of calls in the script itself
         if self.distribution.workers > 1:
             # A library that asks, as KerasTuner does, must not write into a folder that it removes at once.
