@@ -222,7 +222,7 @@ def recompute(
         results = [*leaves, *done.losses]
         if kind := _random(results, known):
             twice.append(f"draws by TensorFlow's {kind}")
-        differentiable = [i for i, result in enumerate(results) if result.dtype.is_floating]
+        differentiable = [i for i, result in enumerate(results) if _is_differentiable(result)]
 
         def backward(*gradients: tf.Tensor, variables: Sequence[tf.Variable] = ()) -> tuple[list, list]:
             upstream = [gradients[i] for i in differentiable]
@@ -234,12 +234,10 @@ def recompute(
                 keras_internals.called_as(state),
                 _now(layer_state.traced, **of_replica),
             ):
-                tape.watch([tensor for tensor in again if tensor.dtype.is_floating])
-                tape.watch(variables)
+                tape.watch([*filter(_is_differentiable, again), *variables])
                 _, leaves, done = run(again)
                 targets = [[*leaves, *done.losses][i] for i in differentiable]
-            sources = [*again, *variables]
-            found = tape.gradient(targets, sources, upstream)
+            found = tape.gradient(targets, [*again, *variables], upstream)
             return found[: len(again)], found[len(again) :]
 
         return results, backward
@@ -256,6 +254,10 @@ def recompute(
             setattr(result, keras_internals.MASK, mask)
     remaining = iter(results)
     return keras.tree.map_structure(lambda leaf: next(remaining) if tf.is_tensor(leaf) else leaf, outputs)
+
+
+def _is_differentiable(tensor: tf.Tensor) -> bool:
+    return tensor.dtype.is_floating or tensor.dtype.is_complex
 
 
 def _once_there(gradients: list[tf.Tensor], tensors: list[tf.Tensor], xla: bool) -> list[tf.Tensor]:
