@@ -1,15 +1,10 @@
 """Parses addresses of workers as users, Slurm and TensorFlow write them. No TensorFlow."""
 
 import ipaddress
-import itertools
-import math
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from tfdist.errors import UserError
-
-MOST_HOSTS = 100_000  # most hosts in a Slurm list, ten times those of the largest machines; more are a typing error
 
 
 def join(host: str, port: int) -> str:
@@ -33,35 +28,13 @@ def split(address: str, name: str = "address") -> Address:
     return Address(checked_host(host, f"{name}={address}: host"), checked_port(port, f"{name}={address}: port"))
 
 
-def expand(hosts: str, name: str = "host list") -> tuple[str, ...]:
-    """Returns the hosts of a Slurm list such as `n[1-3,07],gpu[01-02]x`, in its order, or raises UserError."""
-    names: list[str] = []
-    for item in re.split(r",(?![^\[]*\])", hosts):  # at the commas outside brackets
-        texts_and_ranges = re.split(r"\[([^\[\]]*)\]", item)
-        choices: list[Sequence[str]] = [(part,) for part in texts_and_ranges]
-        choices[1::2] = [_numbers(part) for part in texts_and_ranges[1::2]]
-        if len(names) + math.prod(len(choice) for choice in choices) > MOST_HOSTS:
-            raise UserError(f"{name}={hosts} names more than {MOST_HOSTS:,} hosts", "correct it, or set MASTER_ADDR")
-        expanded = ["".join(parts) for parts in itertools.product(*choices)]
-        if not expanded or not all(is_host(host) for host in expanded):
-            raise UserError(f"{name}={hosts} is not a host list such as n[1-3,07]", "correct it, or set MASTER_ADDR")
-        names += expanded
-    return tuple(names)
-
-
-def _numbers(ranges: str) -> list[str]:
-    """Reads `1-3,07` as 1, 2, 3, 07; empty if it is not of this form."""
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part, re.ASCII)
-        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if int(first) > int(last):
-            return []
-        if int(last) - int(first) >= MOST_HOSTS:
-            return [""] * (MOST_HOSTS + 1)  # more than the limit, not listed
-        # Slurm pads to the width of the first number: 08, 09, 10, but 8, 9, 10.
-        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
-    return numbers
+def first_host(hosts: str, name: str = "host list") -> str:
+    """Returns the first host of a Slurm list such as `n[1-3,07],gpu[01-02]x`, or raises UserError."""
+    first = re.split(r",(?![^\[]*\])", hosts)[0]  # up to a comma outside brackets
+    host = re.sub(r"\[(\d+)([-,]\d+)*\]", r"\1", first)
+    if not is_host(host):
+        raise UserError(f"{name}={hosts} is not a host list such as n[1-3,07]", "correct it, or set MASTER_ADDR")
+    return host
 
 
 def checked_host(text: str, name: str) -> str:

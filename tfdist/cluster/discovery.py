@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from tfdist.cluster import env_vars
-from tfdist.cluster.addresses import MOST_HOSTS, expand, is_loopback, join, split
+from tfdist.cluster.addresses import first_host, is_loopback, join, split
 from tfdist.errors import UserError, one_line
 
 LAUNCH, TORCHRUN, TF_CONFIG, HOROVODRUN = "tfdist.launch", "torchrun's variables", "TF_CONFIG", "horovodrun"
@@ -41,6 +41,7 @@ _UNSET = {source: f"{names.rank} and {names.size}" for source, names in _COUNTS.
 _UNSET |= {TF_CONFIG: "TF_CONFIG", SLURM: "SLURM_STEP_ID"}
 
 _PORTS = range(15000, 31000)  # below Linux' ephemeral ports: an outgoing connection cannot have taken one
+_MOST_HOSTS = 100_000  # most hosts of a Slurm step, ten times those of the largest machines; more are a typing error
 _SPECIAL_STEPS = 0xFFFFFFF0  # from here on Slurm numbers batch scripts and interactive shells, which are no tasks
 
 
@@ -208,7 +209,7 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
             raise UserError(
                 "SLURM_DISTRIBUTION=arbitrary does not tell on which host rank 0 runs", "set MASTER_ADDR to that host"
             )
-        host = expand(environ[nodes], nodes)[0] if len(per_node) > 1 or size == 1 else "127.0.0.1"
+        host = first_host(environ[nodes], nodes) if len(per_node) > 1 or size == 1 else "127.0.0.1"
     # Neighbouring jobs, steps and restarts get different ports: one may still hold its own when the next begins.
     job, restarts = env_vars.number(environ, "SLURM_JOB_ID"), env_vars.number(environ, "SLURM_RESTART_COUNT")
     port = _PORTS[(61 * job + 7 * int(step) + restarts) % len(_PORTS)]
@@ -223,7 +224,7 @@ def _tasks_per_node(text: str) -> list[int]:
         if not match:
             return []
         counts += [int(match[1])] * int(match[2] or 1)
-        if len(counts) > MOST_HOSTS:
+        if len(counts) > _MOST_HOSTS:
             return []
     return counts
 
