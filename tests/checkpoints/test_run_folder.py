@@ -344,11 +344,11 @@ def test_a_child_that_outlives_a_killed_run_does_not_keep_its_folder(way, orphan
         again.release()
 
 
-def test_who_keeps_a_folder_whose_run_is_gone_is_named(orphan, tmp_path):
+def test_that_a_folder_is_kept_by_a_child_of_a_run_that_is_gone_is_told(orphan, tmp_path):
     """Python does not see the fork of a C library, and the lock goes with it."""
-    with orphan("C") as (owner, child), pytest.raises(UserError) as error:
+    with orphan("C") as (owner, _), pytest.raises(UserError) as error:
         RunFolder(str(tmp_path / "run")).create()
-    assert f"is locked by process {child}, left behind by a run that has ended (process {owner} on " in str(error.value)
+    assert f"is locked by what a run that has ended (process {owner} on " in str(error.value)
 
 
 def test_a_lock_whose_owner_is_dead_is_waited_for(orphan, tmp_path, monkeypatch):

@@ -109,11 +109,10 @@ class FolderLock:
     def in_use(self, owner: bytes) -> UserError:
         """Returns the error for a folder that another run has; `owner` is the content of the lock's file."""
         name = first_line(owner) or "just starting"
-        if left := _left_behind(name, self._path):
-            return UserError(
-                f"--workdir={self._name} is locked by process {left}, left behind by a run that has ended ({name})",
-                "end that process, or choose another folder",
-            )
+        if _is_dead(name):  # Python's own forks close the lock; those of a C library do not
+            what = f"--workdir={self._name} is locked by what a run that has ended ({name}) has left behind"
+            fix = f"end that process (fuser {self._path} tells which), or choose another folder"
+            return UserError(what, fix)
         return UserError(
             f"--workdir={self._name} is in use by another run ({name})", "wait for it, or choose another folder"
         )
@@ -143,21 +142,3 @@ def _is_dead(owner: str) -> bool:
     process = re.fullmatch(r"process (\d{1,9}) on (.*)", owner)
     here = process and process[2] == platform.node() and os.path.exists("/proc/self")  # /proc is not everywhere
     return bool(process and here and not os.path.exists(f"/proc/{process[1]}"))
-
-
-def _left_behind(owner: str, lock: pathlib.Path) -> int:
-    """Returns a process of this host that has the lock of an owner that has ended, 0 if there is none.
-
-    Python's own forks close the lock; those of a C library do not.
-    """
-    if not _is_dead(owner):
-        return 0
-    with contextlib.suppress(OSError):
-        file = lock.stat()
-        for pid in set(filter(str.isdigit, os.listdir("/proc"))) - {str(os.getpid())}:
-            with contextlib.suppress(OSError):  # it is another user's, or has just ended
-                for descriptor in pathlib.Path("/proc", pid, "fd").iterdir():
-                    with contextlib.suppress(OSError):
-                        if os.path.samestat(descriptor.stat(), file):
-                            return int(pid)
-    return 0
