@@ -8,18 +8,21 @@ if TYPE_CHECKING:
     import inspect
     from collections.abc import Callable
 
-    from tfdist.checkpoints.manager import Checkpoints
-    from tfdist.data.datasets.registry import load_data
-    from tfdist.distributed.connect import connect
-    from tfdist.distributed.distribution import Distribution
-    from tfdist.errors import TrainingError, UserError
-    from tfdist.keras_bridge.batch_norm import synchronize_batch_norm
-    from tfdist.keras_bridge.rematerialization import remat
-    from tfdist.monitoring.fit_report import Report
-    from tfdist.trainer.callbacks import Callback
-    from tfdist.trainer.evaluation import evaluate, predict
-    from tfdist.trainer.fit import fit
-    from tfdist.trainer.keras_patch import patch_keras, unpatch_keras
+    from tfdist.checkpoints.manager import Checkpoints as Checkpoints
+    from tfdist.data.datasets.registry import load_data as load_data
+    from tfdist.distributed.connect import connect as connect
+    from tfdist.distributed.distribution import Distribution as Distribution
+    from tfdist.errors import TrainingError as TrainingError
+    from tfdist.errors import UserError as UserError
+    from tfdist.keras_bridge.batch_norm import synchronize_batch_norm as synchronize_batch_norm
+    from tfdist.keras_bridge.rematerialization import remat as remat
+    from tfdist.monitoring.fit_report import Report as Report
+    from tfdist.trainer.callbacks import Callback as Callback
+    from tfdist.trainer.evaluation import evaluate as evaluate
+    from tfdist.trainer.evaluation import predict as predict
+    from tfdist.trainer.fit import fit as fit
+    from tfdist.trainer.keras_patch import patch_keras as patch_keras
+    from tfdist.trainer.keras_patch import unpatch_keras as unpatch_keras
 
 __version__ = "0.2.0"
 
@@ -41,23 +44,7 @@ _HOMES = {
     "unpatch_keras": "tfdist.trainer.keras_patch",
 }
 
-__all__ = [
-    "Callback",
-    "Checkpoints",
-    "Distribution",
-    "Report",
-    "TrainingError",
-    "UserError",
-    "connect",
-    "evaluate",
-    "fit",
-    "load_data",
-    "patch_keras",
-    "predict",
-    "remat",
-    "synchronize_batch_norm",
-    "unpatch_keras",
-]
+__all__ = [*_HOMES]
 
 if not TYPE_CHECKING:  # type checkers would take any name for one that it returns
 
