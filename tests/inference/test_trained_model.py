@@ -13,7 +13,6 @@ from tfdist.config import schedule
 from tfdist.data import spec_file
 from tfdist.data.spec import Column, Spec
 from tfdist.errors import TrainingError, UserError
-from tfdist.monitoring import monitors
 from tfdist.monitoring import recorder as recorder_lib
 from tfdist.train import run
 
@@ -101,14 +100,3 @@ def test_several_rollbacks_to_one_checkpoint_stay_recorded(tmp_path):
     later = recorder_lib.Recorder(folder, schedule.make(config.Experiment(), 1437, 1))
     later.set_state(recorder.get_state())
     assert later.rollbacks == recorder.rollbacks
-
-
-@pytest.mark.parametrize("name, cache, advice", [
-    ("mine:data", "auto", "make the pipeline of mine:data parallel (num_parallel_calls), or return arrays"),
-    ("digits", "auto", "--config.data.cache=memory keeps the decoded examples, if they fit; else more CPU cores"),
-    ("digits", "memory", "use more CPU cores for it (--threads)"),
-])  # fmt: skip
-def test_advice_for_slow_data(name, cache, advice):
-    e = config.Experiment()
-    e.data.name, e.data.cache = name, cache
-    assert monitors.advice(e).startswith(advice)

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder
-from tfdist.config import field_syntax
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import DisplayOptions
 from tfdist.config.schedule import Plan
@@ -22,7 +21,7 @@ from tfdist.distributed.gpus import DriverGPU, Survey, survey
 from tfdist.monitoring import progress
 from tfdist.monitoring.flops import FlopsModel
 from tfdist.monitoring.recorder import TIMELINE, Recorder, learning_rate, until
-from tfdist.monitoring.report.page import INPUT_LIMIT, JUDGED_S
+from tfdist.monitoring.report.page import ADVICE, INPUT_LIMIT, JUDGED_S
 from tfdist.trainer.callbacks import Call, Callback, Spent
 
 if TYPE_CHECKING:
@@ -111,16 +110,6 @@ class Usage:
         ]
         memory = self._process.memory_info().rss
         self._latest = {"cpu": self._process.cpu_percent() / 100, "memory": memory, "gpus": samples}
-
-
-def advice(experiment: config.Experiment) -> str:
-    """Returns what to change when training waits for this experiment's data."""
-    if field_syntax.is_reference(experiment.data.name) and not field_syntax.files(experiment.data.name):
-        return f"make the pipeline of {experiment.data.name} parallel (num_parallel_calls), or return arrays"
-    if experiment.data.cache != "memory":
-        memory = "--config.data.cache=memory keeps the decoded examples, if they fit"
-        return f"{memory}; else more CPU cores, or smaller images"
-    return "use more CPU cores for it (--threads)"
 
 
 class Timeline(Callback):
@@ -222,8 +211,7 @@ class Timeline(Callback):
         share = whole.share("input") or 0.0
         if share > INPUT_LIMIT and whole.seconds > JUDGED_S and not self._warned:
             self._warned = True
-            fix = advice(self._experiment)
-            logger.info(f"WARNING: {100 * share:.0f} % of the time goes into waiting for input: {fix}")
+            logger.info(f"WARNING: {100 * share:.0f} % of the time goes into waiting for input. {ADVICE['input']}")
 
     def _mark(self, what: str) -> None:
         line = {"updates": self._recorder.updates, "seconds": round(self._recorder.seconds, 3), "mark": what}
