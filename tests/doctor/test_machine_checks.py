@@ -117,9 +117,9 @@ def test_a_free_and_a_taken_port(port):
 
 
 def test_addresses_that_are_not_ours(port, monkeypatch):
-    one(checks.port_here("192.0.2.1", port), "fail", "is not an address of this host", "start this worker there")
+    one(checks.port_here("192.0.2.1", port), "fail", "(cannot assign requested address)", "an address of this host")
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    one(checks.port_here("h1", port), "fail", "is not an address that this host knows", "/etc/hosts")
+    one(checks.port_here("h1", port), "fail", "cannot be used (name or service not known)", "an address of this host")
 
 
 ADDRESSES = ("a:1", "b:2")

@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import errno
-import re
-import socket
 from collections.abc import Callable, Mapping
 
 import psutil
@@ -42,7 +40,7 @@ def find(options: PlacementOptions, survey: gpus.Survey, environ: Mapping[str, s
         if complaint.finding not in [c.finding for c in findings]:
             findings.append(complaint)
     refusals = [c for c in findings if c.status == "fail"]
-    findings += _surroundings(workers, environ)
+    findings += _batch_script(workers, environ)
     try:
         devices, listed = ("none", gpus.Survey()) if options.uses_cpu else (options.devices, survey)
         selection = gpus.select(devices, listed, environ)
@@ -101,22 +99,14 @@ def _describe(workers: Cluster) -> str:
     return f"{text}{here}; they meet at {workers.master or 'an address that nothing tells'}"
 
 
-def _surroundings(workers: Cluster, environ: Mapping[str, str]) -> list[Finding]:
-    """Looks for what is easily taken for a start of workers."""
-    findings, nodes = [], environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or ""
-    tasks = environ.get("SLURM_NTASKS", "")
-    several = any(re.fullmatch(r"\d{1,6}", n, re.ASCII) and int(n) > 1 for n in (nodes, tasks))
-    if environ.get("SLURM_JOB_ID") and several and workers.size == 1:
-        size = f"{nodes or '?'} nodes and {tasks or '?'} tasks"
-        what = f"Slurm job {environ['SLURM_JOB_ID']} has {size}, and this process is none of them but the batch script"
-        findings.append(warn(what, "start it with srun: srun python -m tfdist.train", "surroundings"))
-    if environ.get("COLAB_RELEASE_TAG"):
-        findings.append(ok("Colab: files vanish with the runtime, keep --workdir on a drive", "surroundings"))
-    if environ.get("KUBERNETES_SERVICE_HOST"):
-        pod = environ.get("HOSTNAME", "")
-        told = "" if workers.source else "; nothing tells of other workers (a TFJob of one replica sets no TF_CONFIG)"
-        findings.append(ok(f"Kubernetes{f', pod {pod}' if pod else ''}{told}", "surroundings"))
-    return findings
+def _batch_script(workers: Cluster, environ: Mapping[str, str]) -> list[Finding]:
+    """Warns of Slurm's batch script, which is easily taken for a start of workers."""
+    nodes, tasks = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES"), environ.get("SLURM_NTASKS")
+    if not environ.get("SLURM_JOB_ID") or workers.size > 1 or {nodes, tasks} <= {None, "", "1"}:
+        return []
+    size = f"{nodes or '?'} nodes and {tasks or '?'} tasks"
+    what = f"Slurm job {environ['SLURM_JOB_ID']} has {size}, and this process is none of them but the batch script"
+    return [warn(what, "start it with srun: srun python -m tfdist.train", "surroundings")]
 
 
 def _others(
@@ -167,9 +157,6 @@ def port_here(host: str, port: int, needed: bool = True) -> list[Finding]:
     name, at = f"port {port}", "it" if host == ALL else join(host, port)
     try:
         wire.listen(host, port).close()
-    except socket.gaierror as error:
-        reason = (error.strerror or str(error)).lower()
-        return [fail(f"{host} is not an address that this host knows ({reason})", "correct it, or /etc/hosts", name)]
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             holder = ""
@@ -181,9 +168,6 @@ def port_here(host: str, port: int, needed: bool = True) -> list[Finding]:
             if not needed:
                 return [warn(f"{taken}; tfdist.launch would meet there", "choose another with --master_port", name)]
             return [fail(taken, "end that program, or choose another port", name)]
-        if error.errno == errno.EADDRNOTAVAIL:
-            return [fail(f"{at} is not an address of this host", "correct it, or start this worker there", name)]
-        if error.errno == errno.EACCES:
-            return [fail(f"{at} is not for this user", "choose a port from 1024 on", name)]
-        return [fail(f"{at} cannot be used ({error.strerror or error})", "choose another address or port", name)]
+        why, fix = (error.strerror or str(error)).lower(), "choose an address of this host, and a port from 1024 on"
+        return [fail(f"{at} cannot be used ({why})", fix, name)]
     return [ok(f"{at} is free" if host != ALL else "free on all interfaces", name)]
