@@ -11,7 +11,7 @@ from tfdist.compare.results import PARTS, Row
 from tfdist.config import local_files
 
 NONE = "-"
-WEIGHTS = {"identical": "same bits", "nature": "by nature", "different": "DIFFERENT", "": NONE}
+WEIGHTS = {"identical": "same bits", "different": "DIFFERENT", "": NONE}
 """Results of a look at the weights that the table has other words for."""
 AGREEMENT = ("run", "weights", "distance", "most of it in", "evaluation")
 SPEED = ("run", "examples/s", "ratio", "effic.", "start s", "GB", "input", "comp.", "sum", "Python")
@@ -90,7 +90,7 @@ def _table(head: Sequence[str], cells: Sequence[Sequence[str]], weights: Sequenc
         # Nothing is cut: what is too long goes on in the next line.
         justify: Literal["left", "right"] = "left" if name in _LEFT else "right"
         table.add_column(name, justify=justify, overflow="fold", no_wrap=name not in ("most of it in", "evaluation"))
-    styles = dict.fromkeys(("identical", "same"), "green") | {"different": "bold red", "rounding": "yellow"}
+    styles = dict.fromkeys(("identical", "same"), "green") | {"different": "bold red", "checked": "yellow"}
     for i, row in enumerate(cells):
         table.add_row(*row, style=styles.get(weights[i]) if i < len(weights) else None)
     return table

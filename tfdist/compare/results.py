@@ -23,7 +23,7 @@ EVALUATION = 10.0
 COUNTED = 1e-3  # the same for metrics: rounding may move an example, which they count, over the border of a class
 BUSY = 0.25  # cores that other programs may take before it is said
 SHORT_S = 1.0  # A speed that rests on less is rough
-JUDGED = ("reference", "identical", "same", "rounding")
+JUDGED = ("reference", "identical", "same", "checked")
 """Results of a look at the weights after which a strategy is known to train the same model."""
 
 
@@ -56,8 +56,8 @@ class Row:
     speedup: float | None = None
     efficiency: float | None = None
     weights: str = ""
-    """`reference`, `identical` (all bits), `same` (to rounding), `rounding` (that has grown, as the check shows),
-    `nature` (layers that depend on the number of replicas), `different`, or empty if they were not compared."""
+    """`reference`, `identical` (all bits), `same` (to rounding), `checked` (apart, and the same in the check),
+    `different`, or empty if they were not compared."""
     why: str = ""  # what `weights` rests on, where that is not plain
     distance: float | None = None
     variable: str = ""  # where most of the distance is
@@ -138,9 +138,7 @@ def other_loss(losses: Sequence[float], expected: Sequence[float], tolerance: fl
     return ""
 
 
-def checked(
-    row: Row, difference: Difference, tolerance: float, updates: int, natural: Sequence[str] = (), loss: str = ""
-) -> Row:
+def checked(row: Row, difference: Difference, tolerance: float, updates: int, loss: str = "") -> Row:
     """Returns a row whose weights differ, with what the check in float64 says of it, which ran without the layers that
     by nature depend on the number of replicas; `loss` is what `other_loss` says of that."""
     row = dataclasses.replace(row, check_distance=_finite(difference.distance), check_variable=difference.variable)
@@ -149,10 +147,9 @@ def checked(
         return dataclasses.replace(row, why=why)
     if loss:
         return dataclasses.replace(row, why=f"in float64, too, {loss}")
-    agree = f"the first {updates} updates agree to {difference.distance:.0e}"
-    if natural:
-        return dataclasses.replace(row, weights="nature", why=f"{'; '.join(natural)}; without, in float64, {agree}")
-    return dataclasses.replace(row, weights="rounding", why=f"in float64 {agree}: rounding, which has grown")
+    alike = "in float64, without random layers and with BatchNorm synchronized"
+    why = f"{alike}, the first {updates} updates agree to {difference.distance:.0e}"
+    return dataclasses.replace(row, weights="checked", why=why)
 
 
 def _finite(value: float) -> float | None:
@@ -161,7 +158,7 @@ def _finite(value: float) -> float | None:
 
 def best(rows: Iterable[Row]) -> Row:
     """Returns the fastest of those that can be used, or a simpler one that is hardly slower."""
-    usable = [row for row in rows if row.weights in (*JUDGED, "nature") and row.examples_per_second]
+    usable = [row for row in rows if row.weights in JUDGED and row.examples_per_second]
     fastest = max(row.examples_per_second or 0 for row in usable)
     near = [row for row in usable if (row.examples_per_second or 0) >= (1 - CLOSE) * fastest]
     return min(near, key=lambda row: (SIMPLEST.index(row.strategy), row.replicas, -(row.examples_per_second or 0)))
@@ -180,10 +177,9 @@ def verdict(rows: list[Row]) -> list[str]:
     elif alike:
         names = ", ".join(row.name for row in alike)
         lines.append(f"The same weights as {reference.name}: {names}{_closeness(alike)}.")
-    same = "trains the same model"
-    grown, natural = ([row for row in done if row.weights == kind] for kind in ("rounding", "nature"))
-    lines += [f"{row.name} {same}, with weights {row.distance:.0e} apart: {row.why}." for row in grown]
-    lines += [f"{row.name} {same}, but for what differs by nature: {row.why}." for row in natural]
+    same = "trains the same model, with weights"
+    grown = [(row, row.distance or math.nan) for row in done if row.weights == "checked"]
+    lines += [f"{row.name} {same} {distance:.0e} apart: {row.why}." for row, distance in grown]
     lines += [f"{row.name} failed: {row.reason}" for row in others if row.status == "failed"]
     if done and reference.examples_per_second:
         chosen = best(rows)

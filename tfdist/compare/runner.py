@@ -1,6 +1,5 @@
 """A comparison of strategies, from its first run to its verdict. TensorFlow only where weights are read."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -90,7 +89,7 @@ class Comparison:
         logger.info(f"{t.name} ({place}) ...")
         # While no run of ours is under way.
         busy = round(psutil.cpu_percent(_LOOK_S) / 100 * (psutil.cpu_count() or 1), 2)
-        outcome = self._start(t)
+        outcome = trial.run(t, self._settings.time_limit)
         seconds, status = round(outcome.seconds, 3), outcome.status
         row = dataclasses.replace(row, status=status, reason=outcome.reason, seconds=seconds, others_busy=busy)
         if outcome.status == "completed":
@@ -100,11 +99,6 @@ class Comparison:
         else:
             logger.info(f"{t.name}: {outcome.reason}")
         return row
-
-    def _start(self, t: trial.Trial) -> trial.Outcome:
-        with self._console.status(t.name, spinner="line", refresh_per_second=2) as status:  # on a terminal only
-            tick = lambda seconds: status.update(f"{t.name}: {_epoch(t.folder)}{seconds:.0f} s")
-            return trial.run(t, self._settings.time_limit, tick)
 
     def _compare_weights(self) -> None:
         e = self._experiment
@@ -121,11 +115,10 @@ class Comparison:
                 self._rows[i] = dataclasses.replace(row, status="failed", reason=f"no weights to compare: {error}")
                 continue
             row = results.judged(row, reference, difference, tolerance)
-            natural = weight_distance.reasons_to_differ(pathlib.Path(row.folder), row.replicas)
             agree = difference.distance <= tolerance and not results.other_loss(row.loss, reference.loss, limit)
-            self._rows[i] = row if exact or agree else self._checked(i, row, natural)
+            self._rows[i] = row if exact or agree else self._checked(i, row)
 
-    def _checked(self, i: int, row: Row, natural: Sequence[str]) -> Row:
+    def _checked(self, i: int, row: Row) -> Row:
         """Finds out whether weights that differ come from a wrong sum, or from what may differ.
 
         That is rounding which has grown, or layers that depend on the number of replicas: these are held still.
@@ -141,7 +134,7 @@ class Comparison:
             if (again.folder / "result.json").exists():  # the reference, for another row
                 continue
             logger.info(f"{row.name} differs: {t.name} once more, {updates} updates in float64 ...")
-            outcome = self._start(again)
+            outcome = trial.run(again, self._settings.time_limit)
             if outcome.status != "completed":
                 return dataclasses.replace(row, why=f"{row.why}; the check in float64 failed: {outcome.reason}")
         first = folder / self._trials[0].folder.name
@@ -151,7 +144,7 @@ class Comparison:
             return dataclasses.replace(row, why=f"{row.why}; no check in float64: {error}")
         ours, theirs = (results.measured(_read(f / "result.json"), {})["loss"] for f in (again.folder, first))
         most = weight_distance.CHECK_TOLERANCE
-        return results.checked(row, difference, most, updates, natural, results.other_loss(ours, theirs, most))
+        return results.checked(row, difference, most, updates, results.other_loss(ours, theirs, most))
 
     def _show(self, verdict: Sequence[str]) -> None:
         s, machine = self._settings, self._settings.machine.describe()
@@ -185,11 +178,3 @@ class Comparison:
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
     return json.loads(path.read_bytes())
-
-
-def _epoch(folder: pathlib.Path) -> str:
-    """Says how far a run is, as `epoch 3 done, `; empty before the end of the first."""
-    with contextlib.suppress(OSError):
-        lines = (folder / "history.jsonl").read_text(encoding="utf-8", errors="replace").count('{"epoch"')
-        return f"epoch {lines} done, " if lines else ""
-    return ""

@@ -5,12 +5,10 @@ of names, and may need the user's classes to be read. TensorFlow is imported to 
 """
 
 import dataclasses
-import json
 import math
 import pathlib
 import re
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,8 +36,6 @@ class Difference:
     variable: str  # in which most of it is; empty if nothing differs
     largest: float  # max |a - b| in that variable
     scale: float  # max |a| in that variable
-    variables: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Each variable's part of the distance: the squares add up to its square."""
 
 
 def tolerance(precision: str, reduce_dtype: str) -> float:
@@ -74,38 +70,18 @@ def difference(reference: pathlib.Path, other: pathlib.Path) -> Difference:
         raise ValueError(f"the models are not the same: {odd} is in one of them only")
     names = {place: name for place, name in names.items() if _SEED not in name}  # those differ on purpose
     shown = _shown(names)
-    squares, norm, worst, most = dict[str, float](), 0.0, ("", 0.0, 0.0), 0.0
+    total, norm, worst, most = 0.0, 0.0, ("", 0.0, 0.0), 0.0
     for place, name in names.items():
         a, b = _values(readers[0], place, name), _values(readers[1], place, other_names[place])
         if a.shape != b.shape:
             raise ValueError(f"the models are not the same: {shown[place]} is {list(a.shape)} and {list(b.shape)}")
         norm += float(np.square(a).sum())
-        squares[shown[place]] = square = float(np.square(a - b).sum())
+        square = float(np.square(a - b).sum())
+        total += square
         if square > most or math.isnan(square):
             worst = shown[place], float(np.abs(a - b).max()), float(np.abs(a).max(initial=0))
             most = math.inf if math.isnan(square) else square
-    unit = math.sqrt(norm) or 1.0
-    parts = {name: math.sqrt(square) / unit for name, square in squares.items()}
-    return Difference(math.sqrt(sum(squares.values())) / unit, *worst, parts)
-
-
-def reasons_to_differ(folder: pathlib.Path, replicas: int) -> list[str]:
-    """Returns which of a model's layers depend on the number of replicas; the check in float64 ignores them."""
-    if replicas == 1:
-        return []
-    try:
-        names = list(_names(_reader(folder)).values())
-    except ValueError:
-        names = []
-    reasons = []
-    random = [name.split("/")[-3] for name in names if _SEED in name and name.count("/") >= 2]
-    if any(_SEED in name for name in names):
-        reasons.append(f"random layers ({', '.join(dict.fromkeys(random)) or 'dropout'}) draw for each replica")
-    if any(name.endswith("/moving_mean") for name in names):
-        unsynchronized = [layer for layer in _batch_norms(folder) if not layer.get("synchronized")]
-        if unsynchronized:
-            reasons.append(f"BatchNorm is not synchronized ({unsynchronized[0].get('name')})")
-    return reasons
+    return Difference(math.sqrt(total) / (math.sqrt(norm) or 1.0), *worst)
 
 
 def _reader(folder: pathlib.Path) -> Any:
@@ -143,20 +119,3 @@ def _shown(names: Mapping[str, str]) -> dict[str, str]:
         short = name.partition("/")[2] if len(first) == 1 and "/" in name else name
         shown[place] = f"{short} ({place})" if short in shown.values() else short
     return shown
-
-
-def _batch_norms(folder: pathlib.Path) -> Iterator[dict[str, object]]:
-    """Yields the settings of a model's BatchNormalization layers, which `model.keras` tells without the user's code."""
-    try:
-        with zipfile.ZipFile(folder / "model.keras") as archive:
-            queue = [json.loads(archive.read("config.json"))]
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-        return
-    while queue:
-        value = queue.pop()
-        if isinstance(value, dict):
-            if value.get("class_name") == "BatchNormalization":
-                yield value.get("config", {})
-            queue += value.values()
-        elif isinstance(value, list):
-            queue += value
