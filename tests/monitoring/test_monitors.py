@@ -176,11 +176,6 @@ def test_peaks():
     assert flops.peak("NVIDIA A10G", "float32") is None and flops.peak("GeForce GTX 1080", "float32") is None
 
 
-def test_flops_in_words():
-    assert flops.words(3.14159e12, 0.421) == "3.14 TFLOP/s, 42 % of the devices' peak"
-    assert flops.words(52.1e6, None) == "52.1 MFLOP/s"
-
-
 def test_usage_of_gpus_and_of_a_process(driver):  # noqa: F811
     two = "0, GPU-a, 90, 16000, 12000, 4000, 550.1, Tesla T4\n1, GPU-b, [N/A], 16000, [N/A], 1, 550.1, Tesla T4"
     driver(printing(two))

@@ -52,13 +52,6 @@ class FlopsModel:
         return {"flops_per_example": per, "flops_per_second": rate, "flops_share": share}
 
 
-def words(rate: float, share: float | None) -> str:
-    """Formats a speed: `3.1 TFLOP/s, 42 % of the devices' peak`."""
-    power = min(4, max(0, math.floor(math.log10(rate) / 3)))
-    of = "" if share is None else f", {100 * share:.0f} % of the devices' peak"
-    return f"{rate / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}FLOP/s{of}"
-
-
 def per_example(model: keras.Model, inputs: Structure) -> int | None:
     """Returns the model FLOPs of one example, forward and backward, of a built model; `inputs` are [examples, ...].
 

@@ -21,6 +21,7 @@ from tfdist.monitoring import recorder as recorder_lib
 from tfdist.monitoring.progress import numbers
 from tfdist.monitoring.recorder import Recorder, Result, Segments, fingerprint
 from tfdist.monitoring.report import page
+from tfdist.monitoring.report.line_chart import label
 from tfdist.train import early_stopping
 from tfdist.train.preparation import Preparation
 from tfdist.trainer import evaluation, fit
@@ -263,7 +264,8 @@ def result_lines(result: Result, folder: RunFolder) -> str:
     done = f"{result.status}: {result.updates} updates in {result.seconds:.1f} s"
     speed = f", {result.examples_per_second:,.0f} examples/s" if result.examples_per_second else ""
     if result.flops_per_second:
-        speed += f", {flops.words(result.flops_per_second, result.flops_share)}"
+        share = "" if result.flops_share is None else f" ({result.flops_share:.0%} of the devices' peak)"
+        speed += f", {label(float(f'{result.flops_per_second:.3g}'))}FLOP/s{share}"
     why = f" ({result.reason})" if result.reason else ""
     quality = f"\ntfdist: evaluation: {numbers(result.evaluation)}" if result.evaluation else ""
     files = [name for name in (page.NAME, "result.json", "model.keras") if (folder.path / name).exists()]

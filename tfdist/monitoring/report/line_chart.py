@@ -93,7 +93,7 @@ def plot(
     wide = linear(min(0.0, *xs), max(xs), 5, tight=True)
     high = vertical([y for line in lines for y in line.known], from_zero)
     unit = ", ".join(filter(None, (unit, "log scale" if high.log else "")))
-    texts = label_all(high.ticks)
+    texts = [label(tick) for tick in high.ticks]
     left, summaries = f"--left:{max(3.1, 0.6 * max(len(t) for t in texts)):.1f}em", []
     for line in lines:
         first, last, low, most = (text(y) for y in (line.known[0], line.known[-1], min(line.known), max(line.known)))
@@ -179,15 +179,6 @@ def label(value: float) -> str:
         if size >= unit * (10 if letter == "k" else 1):
             return f"{value / unit:.4g}{letter}"
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
-
-
-def label_all(ticks: Sequence[float]) -> list[str]:
-    """Formats labels with as many decimals each as the one that needs most."""
-    texts = [label(t) for t in ticks]
-    if any(t[-1] in "kMGT" or "e" in t for t in texts):
-        return texts
-    decimals = max(len(t.partition(".")[2]) for t in texts)
-    return [f"{t:,.{decimals}f}" if t else "0" for t in ticks]
 
 
 def _grid(wide: Axis, high: Axis, texts: list[str]) -> Html:

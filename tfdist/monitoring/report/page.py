@@ -14,6 +14,7 @@ from typing import Any
 
 from tfdist import config
 from tfdist.checkpoints.run_folder import RunFolder, strict
+from tfdist.config.messages import sized
 from tfdist.config.runtime_options import Environment
 from tfdist.errors import TrainingError
 from tfdist.monitoring.report import curves, run_files
@@ -26,7 +27,8 @@ JUDGED_S = 3.0  # least seconds of training for advice on where they went
 INPUT_LIMIT = 0.2  # share of the time spent waiting for input from which on it is worth a person's attention
 PARTS = ("compute", "input", "all_reduce", "python")
 ADVICE = {
-    "input": "Input-bound: hold the decoded data in memory (data.cache=memory), or make reading and decoding cheaper.",
+    "input": "Input-bound: hold the decoded data in memory (data.cache=memory), make reading and decoding cheaper or "
+    "parallel, or use more CPU cores (--threads).",
     "all_reduce": "Held up by the sum over replicas and by slower ones: raise train.batch_size, send half the bytes "
     "(optimizer.reduce_dtype=bfloat16), or use a faster network.",
     "python": "Held up by Python between calls: let train.steps_per_call=0 choose, and look for slow callbacks.",
@@ -187,8 +189,8 @@ def _figures(record: Record) -> Html:
         ("examples_per_second", "Examples/s", lambda y: label(float(f"{y:.4g}")), "steady state"),
         ("seconds_to_first_update", "To the first update", duration, "from process start"),
         ("replicas", "Replicas", "{:.0f}".format, f"on {workers:.0f} worker{'s' * (workers != 1)}"),
-        ("peak_memory_bytes", "Peak memory", size, "this process"),
-        ("peak_device_memory_bytes", "Peak GPU memory", size, "per device"),
+        ("peak_memory_bytes", "Peak memory", sized, "this process"),
+        ("peak_device_memory_bytes", "Peak GPU memory", sized, "per device"),
         ("flops_per_second", "Model FLOP/s", lambda y: label(float(f"{y:.3g}")), peak),
     ):
         if key in result:
@@ -241,11 +243,6 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s" if seconds >= 0.95 else f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def size(count: float) -> str:
-    """Formats bytes as `312 MiB` or `2.41 GiB`."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def _experiment_table(record: Record) -> Html:
