@@ -58,7 +58,6 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Entry point of `tfdist` and of `python -m tfdist`."""
     if len(sys.argv) > 1 and sys.argv[1] in COMMANDS:
         # `runpy` would take a script's `__main__` away at the end, which its threads and exit handlers still need.
         name = f"tfdist.{sys.argv.pop(1)}.__main__"

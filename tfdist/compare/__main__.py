@@ -109,7 +109,6 @@ def _run(argv: list[str]) -> int:
 
 
 def main() -> None:
-    """Entry point of `python -m tfdist.compare`."""
     d = runtime_options.PlacementOptions()
     flags.DEFINE_list("strategies", list(STRATEGIES[:4]), f"Strategies to compare, of {', '.join(STRATEGIES)}.")
     flags.DEFINE_list(

@@ -110,7 +110,6 @@ def _run(argv: list[str]) -> int:
 
 
 def main() -> None:
-    """Runs `python -m tfdist.doctor`."""
     runtime_options.define_flags(_OF_TRAIN)
     flags.DEFINE_string("workdir", "", "Folder of a run to examine, such as runs/digits; it need not exist yet.")
     flags.DEFINE_bool("json", False, "Print the findings as JSON.")

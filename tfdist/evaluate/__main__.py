@@ -74,7 +74,6 @@ def _evaluated(ready: job.Ready, check_agreement: str, should_stop: Callable[[],
 
 
 def main() -> None:
-    """Entry point of `python -m tfdist.evaluate`."""
     job.define_flags("Write the result to this JSON file, too; - for standard output.")
     job.main(_run, ("output", "overwrite"))
 

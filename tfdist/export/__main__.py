@@ -102,7 +102,6 @@ def _run(argv: list[str]) -> int:
 
 
 def main() -> None:
-    """Entry point of `python -m tfdist.export`."""
     job.define_model_flags()
     flags.DEFINE_string("output", "", "Folder to write.")
     flags.DEFINE_bool("overwrite", False, "Replace an earlier export that --output names.")

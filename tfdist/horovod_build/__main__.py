@@ -112,7 +112,6 @@ def _run(argv: list[str]) -> int:
 
 
 def main() -> None:
-    """Entry point of `python -m tfdist.horovod_build`."""
     flags.DEFINE_bool("mpi", False, "Build with MPI too, for a start by mpirun; needs mpicxx and mpirun.")
     flags.DEFINE_bool("nccl", False, "Build with NCCL too, for GPUs; needs the CUDA toolkit and NCCL with its header.")
     flags.DEFINE_string("sdist", "", f"Path of {workspace_lib.ARCHIVE}, for a machine without a network.")

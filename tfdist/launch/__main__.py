@@ -38,7 +38,6 @@ def dry_run(plan: node_agent.LaunchPlan, environ: Mapping[str, str]) -> str:
 
 
 def main() -> None:
-    """Runs `python -m tfdist.launch`."""
     standard_streams.fill()
     try:
         options, rest = parse(sys.argv[1:])

@@ -75,7 +75,6 @@ def _write(
 
 
 def main() -> None:
-    """Entry point of `python -m tfdist.predict`."""
     job.define_flags("File to write: .csv or .jsonl; - for CSV on standard output.")
     flags.DEFINE_bool("scores", False, "Write the scores of all classes, too.")
     job.main(_run, ("output", "overwrite", "scores"))

@@ -122,7 +122,6 @@ def _launched(launch: dict[str, str], placement: PlacementOptions, program: Prog
 
 
 def main() -> None:
-    """Entry point of `tfdist run` and `python -m tfdist.run`."""
     _define_flags()
     command_line.main(_run, _parse, "interrupted")
 

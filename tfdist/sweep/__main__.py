@@ -107,7 +107,6 @@ def _run(argv: list[str]) -> int:
 
 
 def main() -> None:
-    """Entry point of `python -m tfdist.sweep`."""
     runtime_options.define_flags(OF_ALL_RUNS)
     over = "Fields with values or ranges: optimizer.learning_rate=log:1e-4:1e-1; optimizer.weight_decay=uniform:0:0.1; "
     flags.DEFINE_string("over", "", f"{over}train.batch_size=32,64.")

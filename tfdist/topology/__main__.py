@@ -29,7 +29,6 @@ def _run(argv: list[str]) -> int:
 
 
 def main() -> None:
-    """Entry point of `python -m tfdist.topology`."""
     what = "Make the environment of the compilers for TPUs or for NVIDIA GPUs."
     flags.DEFINE_enum("install", None, compiler.KINDS, what)
     flags.DEFINE_bool("list", False, "List the topologies, and which compilers are there.")

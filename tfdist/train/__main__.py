@@ -101,7 +101,6 @@ def _main(argv: list[str]) -> int:
 
 
 def main() -> None:
-    """Entry point of `python -m tfdist.train`."""
     runtime_options.define_flags()
     flags.DEFINE_bool("list", False, "Print the experiments and flag files that come with tfdist, and stop.")
     flags.DEFINE_bool("print_config", False, "Print the experiment with all its fields as JSON, and stop.")
