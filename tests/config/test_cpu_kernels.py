@@ -21,7 +21,7 @@ HERE = cpu_kernels.in_use()
 
 @pytest.fixture
 def avx2(monkeypatch):
-    monkeypatch.setattr(cpu_kernels, "instruction_sets", lambda: ("AVX2",))
+    monkeypatch.setattr(cpu_kernels, "cpu_flags", lambda: {"avx2"})
 
 
 @pytest.mark.parametrize("kernels, value, asked", [
@@ -41,22 +41,18 @@ def test_what_is_asked_for(avx2, kernels, value, asked):
 
 
 def test_a_cpu_without_avx2_is_left_to_tensorflow(monkeypatch):
-    monkeypatch.setattr(cpu_kernels, "instruction_sets", lambda: ())
+    monkeypatch.setattr(cpu_kernels, "cpu_flags", set)
     environ = {}
     cpu_kernels.ask_for("auto", environ)
     assert environ == {}
 
 
-def test_instruction_sets(tmp_path):
-    written = tmp_path / "cpuinfo"
-    written.write_text("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile\n\nflags : fpu\n")
-    assert cpu_kernels.instruction_sets(written) == ("AVX2", "AVX-512", "AVX-512 BF16", "AMX")
+def test_cpu_flags(tmp_path):
+    flags, written = cpu_kernels.cpu_flags.__wrapped__, tmp_path / "cpuinfo"
+    written.write_text("processor\t: 0\nflags\t\t: fpu avx2\n\nflags : fpu\n")
+    assert flags(written) == {"fpu", "avx2"}
     written.write_text("processor : 0\nFeatures : fp asimd\n")  # as on ARM
-    cpu_kernels.cpu_flags.cache_clear()
-    assert cpu_kernels.instruction_sets(written) == ()
-    cpu_kernels.cpu_flags.cache_clear()
-    assert cpu_kernels.instruction_sets(tmp_path / "none") == ()
-    cpu_kernels.cpu_flags.cache_clear()
+    assert flags(written) == {"fp", "asimd"} and flags(tmp_path / "none") == set()
 
 
 CONNECTED = """
@@ -77,7 +73,7 @@ print(cpu_kernels.in_use())
     ],
 )
 def test_what_tensorflow_takes(kernels, variable, taken):
-    if "AVX2" not in cpu_kernels.instruction_sets():
+    if "avx2" not in cpu_kernels.cpu_flags():
         pytest.skip("this CPU has no AVX2")
     environ = {k: v for k, v in os.environ.items() if k != cpu_kernels.VARIABLE}
     environ |= {} if variable is None else {cpu_kernels.VARIABLE: variable}
@@ -89,9 +85,9 @@ def test_what_tensorflow_takes(kernels, variable, taken):
 
 @pytest.mark.whole
 def test_tensorflow_imported_before_keeps_its_kernels_and_that_is_said():
-    if "AVX2" not in cpu_kernels.instruction_sets():
+    if "avx2" not in cpu_kernels.cpu_flags():
         pytest.skip("this CPU has no AVX2")
-    if "AVX-512 VNNI" in cpu_kernels.instruction_sets():
+    if "avx512_vnni" in cpu_kernels.cpu_flags():
         pytest.skip("TensorFlow itself takes oneDNN's kernels on this CPU")
     environ = {k: v for k, v in os.environ.items() if k != cpu_kernels.VARIABLE}
     program = CONNECTED.format(first="tensorflow,", options={})

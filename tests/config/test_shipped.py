@@ -240,9 +240,7 @@ def test_other_complaints_are_not_the_files(parsed, tmp_path):
 
 
 def test_a_command_whose_config_ends_it(run, tmp_path):
-    (tmp_path / "leaves.py").write_text(FILES["leaves"][0])
-    done = run("tfdist.train", "--config=leaves.py")
-    line = (
-        "tfdist: error: --config=leaves.py ends the program with 0 (leaves.py:3): it must only return an Experiment\n"
-    )
+    (tmp_path / "exits.py").write_text(FILES["exits"][0])
+    done = run("tfdist.train", "--config=exits.py")
+    line = "tfdist: error: --config=exits.py ends the program with 0 (exits.py:3): it must only return an Experiment\n"
     assert (done.returncode, done.stderr) == (2, line)

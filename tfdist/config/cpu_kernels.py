@@ -15,15 +15,13 @@ CHOICES = ("auto", "onednn", "eigen")
 _CPUINFO = pathlib.Path("/proc/cpuinfo")
 VARIABLE = "TF_ENABLE_ONEDNN_OPTS"
 _VALUES = {"onednn": "1", "eigen": "0"}
-_SETS = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX-512 VNNI": "avx512_vnni", "AVX-512 BF16": "avx512_bf16"}
-_SETS |= {"AMX": "amx_tile", "AMX BF16": "amx_bf16"}
 
 
 def ask_for(kernels: str = "auto", environ: MutableMapping[str, str] = os.environ) -> None:
     """Asks TensorFlow, if not imported yet, for kernels; `auto`: by the user's variable, else oneDNN with AVX2."""
     if kernels in _VALUES:
         environ[VARIABLE] = _VALUES[kernels]
-    elif not environ.get(VARIABLE) and "AVX2" in instruction_sets():
+    elif not environ.get(VARIABLE) and "avx2" in cpu_flags():
         environ[VARIABLE] = _VALUES["onednn"]
 
 
@@ -64,14 +62,9 @@ def keep_nan() -> None:
         tf.config.optimizer.set_experimental_options({"remapping": False})
 
 
-def instruction_sets(cpuinfo: pathlib.Path = _CPUINFO) -> tuple[str, ...]:
-    """Returns those of this CPU that matter to the speed of training; none where Linux does not tell, or on ARM."""
-    return tuple(name for name, flag in _SETS.items() if flag in cpu_flags(cpuinfo))
-
-
 @functools.cache
 def cpu_flags(cpuinfo: pathlib.Path = _CPUINFO) -> frozenset[str]:
-    """Returns what this CPU can do, in Linux' words."""
+    """Returns what this CPU can do, in Linux' words; nothing where Linux does not tell."""
     try:
         lines = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:

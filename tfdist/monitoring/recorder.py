@@ -358,7 +358,6 @@ def environment(distribution: Distribution, placement: Placement, options: Envir
         "flags": {**dataclasses.asdict(options), **dataclasses.asdict(placement.options)},
         "host": platform.node(),
         "cpus": os.cpu_count(),
-        "cpu_instructions": list(cpu_kernels.instruction_sets()),
         "cpu_kernels": cpu_kernels.in_use(),
         "versions": versions(),
     }
