@@ -248,6 +248,11 @@ def adding_losses(model: keras.Model) -> list[str]:
     return [layer.name for layer in flat_layers(model) if len(layer._losses)]
 
 
+def loss_owner(model: keras.Model, loss: tf.Tensor) -> keras.Layer:
+    """Returns the layer that has given a loss to a `keras.StatelessScope`, which keeps those of all in a list."""
+    return next((layer for layer in flat_layers(model) if id(loss) in layer._loss_ids), model)
+
+
 def random_layers(model: keras.Model) -> list[keras.Layer]:
     """Returns Keras' layers that draw random numbers in training alone; only their attributes and signatures tell."""
     seeded = lambda layer: any(isinstance(value, keras.random.SeedGenerator) for value in vars(layer).values())

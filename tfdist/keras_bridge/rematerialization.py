@@ -48,28 +48,35 @@ def remat(layer: keras.Layer) -> None:
 
 
 class _Pass(keras.StatelessScope):
-    """Holds back what a function writes, and lets each pass of it read the state that the first one has read."""
+    """Holds back what a function writes, and lets each pass of it read what the first one has read."""
 
-    def __init__(self, before: dict[int, tf.Tensor]):
+    def __init__(self, before: dict[int, tf.Tensor], twice: list[str]):
         super().__init__(collect_losses=True)
-        self.before = before  # the state by the id of its variable; seeds of random layers, averages
+        self.before, self.twice = before, twice  # variables by their ids; weights, seeds of random layers, averages
         self.written: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
+        self.graph = tf.compat.v1.get_default_graph()
 
-    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | tf.Variable | None:
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         value = super().get_current_value(variable)
         if value is None:
             value = self.before.get(id(variable))
         if value is None and self.original_scope is not None:
             value = self.original_scope.get_current_value(variable)
-        if value is None:
-            value = keras_internals.uncast(variable)
-            if not variable.trainable and isinstance(value, tf.Variable):
-                value = self.before[id(variable)] = keras_internals.read_copy(value)
+        if value is None and (held := keras_internals.uncast(variable)) is not None:
+            with self.graph.as_default():  # and not in the branch or loop that reads it first
+                value = self.before[id(variable)] = tf.convert_to_tensor(held)
         return value
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        super().add_update(update)
-        self.written[id(update[0])] = update
+        variable, value = update
+        if value.graph is not self.graph:
+            self.twice.append(f"writes {variable.path} within a branch or a loop")
+        value = tf.stop_gradient(value)  # as what is read from a variable tells nothing of how that was computed
+        if variable.trainable:  # whose gradient is that of all its reads
+            before = self.get_current_value(variable)
+            value += before - tf.stop_gradient(before)
+        super().add_update((variable, value))
+        self.written[id(variable)] = variable, value
 
 
 class _Tracing(threading.local):
@@ -106,7 +113,8 @@ def supported(model: keras.Model, xla: bool) -> Iterator[None]:
             return f(*args, **kwargs)
 
     def run(nodes: list[Any], known: dict[int, Any], run_node: Callable[[Any, dict[int, Any]], None]) -> None:
-        for block, sources, results in _blocks(nodes):
+        kept = {id(tensor) for tensor in getattr(_tracing.graph, "outputs", ())}
+        for block, sources, results in _blocks(nodes, kept):
 
             def computed(*tensors: Any, block: list = block, sources: list = sources, results: list = results) -> list:
                 inner = dict(zip(sources, tensors))
@@ -119,8 +127,12 @@ def supported(model: keras.Model, xla: bool) -> Iterator[None]:
             outputs = computed(*inputs) if in_blocks else recompute(model, xla, twice, computed, inputs, {})
             known.update(zip(results, outputs))
 
-    with keras_internals.rematerializing(call, run, lambda graph: _tracing.graph is graph, write):
-        yield
+    try:
+        with keras_internals.rematerializing(call, run, lambda graph: _tracing.graph is graph, write):
+            yield
+    except Exception:
+        if not twice:  # which lets TensorFlow fail with something else
+            raise
     if twice:
         raise UserError(
             f"what is computed again in the backward pass, by remat or tf.recompute_grad, {twice[0]}, and would do so "
@@ -147,8 +159,10 @@ def _in_blocks(node: Any) -> bool:
     return keras_internals.graph_of(node.operation) is not None and bool(keras_internals.remat_mode(node.operation))
 
 
-def _blocks(nodes: list[Any]) -> list[tuple[list[Any], list[int], list[int]]]:
+def _blocks(nodes: list[Any], kept: set[int]) -> list[tuple[list[Any], list[int], list[int]]]:
     """Divides the nodes of a Functional model, in their order, into about as many blocks as each has nodes.
+
+    `kept`: the ids of the tensors that the model returns.
 
     Returns:
       For each block its nodes, and the ids of the tensors that it takes from before and leaves to what follows.
@@ -169,7 +183,7 @@ def _blocks(nodes: list[Any]) -> list[tuple[list[Any], list[int], list[int]]]:
     for begin, end in itertools.pairwise(ends):
         taken = {id(tensor) for node in nodes[begin:end] for tensor in node.input_tensors}
         within = [id(tensor) for node in nodes[begin:end] for tensor in node.outputs]
-        results = [key for key in within if last.get(key, count) >= end]
+        results = [key for key in within if last.get(key, count) >= end or key in kept]
         blocks.append((nodes[begin:end], [key for key in crossing[begin] if key in taken], results))
     return blocks
 
@@ -189,7 +203,7 @@ def _now(owner: threading.local, **values: Any) -> Iterator[None]:
 def recompute(
     model: keras.Model, xla: bool, twice: list[str], f: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    """Returns `f(*args, **kwargs)`, of which the backward pass keeps the arguments alone; while a step is traced.
+    """Returns `f(*args, **kwargs)`, of which the backward pass keeps arguments and variables; while a step is traced.
 
     `twice`: gets what `f` would wrongly do twice.
     """
@@ -198,57 +212,48 @@ def recompute(
         return f(*args, **kwargs)
     places = [i for i, leaf in enumerate(given) if tf.is_tensor(leaf)]
     masks = [getattr(given[i], keras_internals.MASK, None) for i in places]
-    before: dict[int, tf.Tensor] = {}
     state, of_replica = keras_internals.call_state(), dict(vars(layer_state.traced))
 
-    def run(tensors: Sequence[tf.Tensor]) -> tuple[Any, list[tf.Tensor], _Pass]:
+    def run(tensors: Sequence[tf.Tensor], before: dict[int, tf.Tensor]) -> tuple[Any, list[tf.Tensor], _Pass]:
         leaves = list(given)
         for place, tensor, mask in zip(places, tensors, masks):
             leaves[place] = tensor
             if mask is not None:
                 setattr(tensor, keras_internals.MASK, mask)
         own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), leaves)
-        with _now(_tracing, inside=True), _Pass(before) as done:
+        with _now(_tracing, inside=True), _Pass(before, twice) as done:
             outputs = f(*own_args, **own_kwargs)
         return outputs, [leaf for leaf in keras.tree.flatten(outputs) if tf.is_tensor(leaf)], done
 
-    first: list[tuple[Any, list[tf.Tensor], _Pass]] = []
+    known = {op.name for op in tf.compat.v1.get_default_graph().get_operations()}
+    inputs, before = [tf.identity(given[i]) for i in places], dict[int, tf.Tensor]()
+    outputs, leaves, done = run(inputs, before)
+    results = [*leaves, *done.losses]
+    if kind := _random(results, known):
+        twice.append(f"draws by TensorFlow's {kind}")
+    differentiable = [i for i, result in enumerate(results) if _is_differentiable(result)]
 
     @tf.custom_gradient
-    def forward(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
-        known = {op.name for op in tf.compat.v1.get_default_graph().get_operations()}
-        first[:] = [run(tensors)]
-        (_, leaves, done) = first[0]
-        results = [*leaves, *done.losses]
-        if kind := _random(results, known):
-            twice.append(f"draws by TensorFlow's {kind}")
-        differentiable = [i for i, result in enumerate(results) if _is_differentiable(result)]
-
-        def backward(*gradients: tf.Tensor, variables: Sequence[tf.Variable] = ()) -> tuple[list, list]:
+    def linked(*sources: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
+        def backward(*gradients: tf.Tensor) -> list[tf.Tensor | None]:
             upstream = [gradients[i] for i in differentiable]
-            again = _once_there(upstream, [*tensors, *before.values()], xla)
-            before.update(zip(before, again[len(tensors) :]))
-            again = again[: len(tensors)]
-            with (
-                tf.GradientTape() as tape,
-                keras_internals.called_as(state),
-                _now(layer_state.traced, **of_replica),
-            ):
-                tape.watch([*filter(_is_differentiable, again), *variables])
-                _, leaves, done = run(again)
+            again = _once_there(upstream, [*inputs, *before.values()], xla)
+            replica = _now(layer_state.traced, **of_replica)
+            with tf.GradientTape() as tape, keras_internals.called_as(state), replica:
+                tape.watch([*filter(_is_differentiable, again)])
+                _, leaves, done = run(again[: len(inputs)], dict(zip(before, again[len(inputs) :])))
                 targets = [[*leaves, *done.losses][i] for i in differentiable]
-            found = tape.gradient(targets, [*again, *variables], upstream)
-            return found[: len(again)], found[len(again) :]
+            found = tape.gradient(targets, again, upstream)
+            return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in found]
 
-        return results, backward
+        return [tf.identity(result) for result in results], backward
 
     with keras_internals.unregistered_gradients():
-        results = forward(*(tf.identity(given[i]) for i in places))
-    outputs, leaves, done = first[0]
+        results = linked(*inputs, *before.values())
     for variable, value in done.written.values():
         variable.assign(value)
-    for loss in results[len(leaves) :]:
-        model.add_loss(loss)
+    for loss, result in zip(done.losses, results[len(leaves) :]):
+        keras_internals.loss_owner(model, loss).add_loss(result)
     for leaf, result in zip(leaves, results):
         if (mask := getattr(leaf, keras_internals.MASK, None)) is not None:
             setattr(result, keras_internals.MASK, mask)
