@@ -1,18 +1,17 @@
 """The charts of a report: loss and metrics, speed, and load of the devices."""
 
-from tfdist.monitoring.report.html import Html, join, table, tag
+from tfdist.monitoring.report.html import Html, tag
 from tfdist.monitoring.report.line_chart import Line, Mark, plot, value
 from tfdist.monitoring.report.run_files import Record, mapping, number, sequence
 
 NO_METRICS = {"epoch", "updates", "seconds", "examples_per_second", "time", "learning_rate", "gradient_norm"}
 WORDS = {"input": "waiting for input", "all_reduce": "all-reduce", "python": "Python", "compute": "computing"}
 SHARES = ("input", "all_reduce", "python")
-ROWS = 200  # epochs in the table at most
 _TIMES = ((3 * 3600, 3600, "hours"), (180, 60, "minutes"), (0, 1, "seconds"))
 
 
 def learning(record: Record) -> Html:
-    """Draws loss, metrics, learning rate and gradient norm over updates, with the epochs as a table."""
+    """Draws loss, metrics, learning rate and gradient norm over updates."""
     epochs, samples = _latest(record.epochs), _latest(record.samples)
     names = {name.removeprefix("val_") for line in epochs for name in line if name not in NO_METRICS}
     if not epochs:
@@ -30,8 +29,7 @@ def learning(record: Record) -> Html:
     rate = curve("rate", samples or epochs, "learning_rate")
     charts.append(plot("Learning rate", [rate], from_zero=True, marks=marks))
     charts.append(plot("Gradient norm", [curve("norm", samples or epochs, "gradient_norm")], marks=marks))
-    nothing = tag("p", "Nothing was recorded.", class_="note")
-    return join(tag("div", *charts, class_="charts") if any(charts) else nothing, _table(epochs))
+    return tag("div", *charts, class_="charts") if any(charts) else tag("p", "Nothing was recorded.", class_="note")
 
 
 def speed(record: Record) -> Html:
@@ -118,22 +116,3 @@ def _not_finite(epochs: list[dict], name: str) -> str:
             shown = ", ".join(odd[:8]) + (f" and {len(odd) - 8} more" if len(odd) > 8 else "")
             texts.append(f"Not finite in {what} at the end of epoch {shown}.")
     return " ".join(texts)
-
-
-def _table(epochs: list[dict]) -> Html:
-    if not epochs:
-        return Html("")
-    every = -(-len(epochs) // ROWS)
-    shown = [line for i, line in enumerate(epochs) if i % every == 0 or i == len(epochs) - 1]
-    counts, losses = ("epoch", "updates"), ("loss", "val_loss")
-    names = [*dict.fromkeys(n for line in shown for n in line if number(line[n]) is not None)]
-    names.sort(key=lambda n: (n not in counts, n in NO_METRICS, n.startswith("val_"), n not in losses))
-
-    def text(line: dict, name: str) -> str:
-        y = number(line.get(name))
-        return "-" if y is None else f"{y:,.0f}" if name in counts else value(y)
-
-    rows = [[text(line, name) for name in names] for line in shown]
-    which = "Every epoch" if every == 1 else f"One epoch in {every}"
-    cells = table([title(name) for name in names], rows, range(len(names)), id="epochs")
-    return tag("details", tag("summary", f"{which} as a table"), cells)
