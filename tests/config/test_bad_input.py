@@ -299,7 +299,7 @@ WITH_TENSORFLOW = cases("""
 --config.optimizer.schedule=exponential '--config.optimizer.schedule_options=factor=0.9, every=0.1 steps' =>
     every in optimizer.schedule_options='0.1 steps' is less than an update: write more
 --config.optimizer.decay_exclude=bais =>
-    optimizer.decay_exclude: 'bais' matches nothing that is trained: there are conv2d
+    optimizer.decay_exclude: 'bais' matches nothing that is trained: known are conv2d
 --config.train.class_weight=11=2.0 => unknown class '11' in train.class_weight: did you mean '1'? Known are 0, 1, 2
 --config.train.class_weight=balanced --config.data.name=stdlib_text =>
     train.class_weight='balanced' is for data with one class per example: leave it out

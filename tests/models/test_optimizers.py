@@ -79,7 +79,7 @@ def test_weights_of_the_model_itself_are_the_lowest():
 
 
 @pytest.mark.parametrize("rates, decay, message", [
-    ({"hed*": 2.0}, 1.0, r"learning rates: 'hed\*' matches nothing that is trained: there are tokens, block0_first, "),
+    ({"hed*": 2.0}, 1.0, r"learning rates: 'hed\*' matches nothing that is trained: did you mean 'head'\? Known are "),
     ({"head": -1.0}, 1.0, "the learning rate of 'head' is multiplied by -1: give a positive number"),
     ({}, 0.1, "a decay of 0.1 over 8 layers and blocks leaves the lowest 1e-07 of the learning rate, .* as 0.422"),
     ({}, 0.0, "the learning rate of 'layer_decay' is multiplied by 0: give a positive number"),

@@ -1,7 +1,6 @@
 """The model of an experiment: by name, from a file or the user's own, with the weights that it starts from."""
 
 import dataclasses
-import difflib
 import fnmatch
 import json
 import math
@@ -25,8 +24,6 @@ from tfdist.models.zoo import layers, small, vision
 _ZOO: dict[str, Callable[..., keras.Model]] = {
     name: getattr(small, name, None) or getattr(vision, name) for name in config.MODELS
 }
-
-_SHOWN = 8  # names of layers in a message
 
 
 def set_precision(precision: str) -> None:
@@ -214,7 +211,8 @@ def freeze(model: keras.Model, text: str) -> str:
     layers = list(optimizers.with_weights(model))
     for pattern in patterns:
         if not any(_matches(names, pattern.removeprefix("!")) for _, names in layers):
-            raise UserError(f"model.freeze: {pattern!r} matches no layer with weights{_near(pattern, layers)}")
+            known = field_syntax.suggest(pattern.strip("!*?"), tuple(dict.fromkeys(n for _, ns in layers for n in ns)))
+            raise UserError(f"model.freeze: {pattern!r} matches no layer with weights{known}")
     wanted = [p for p in patterns if not p.startswith("!")] or ["*"]
     excepted, frozen = [p[1:] for p in patterns if p.startswith("!")], 0
     for layer, names in layers:
@@ -232,12 +230,3 @@ def freeze(model: keras.Model, text: str) -> str:
 
 def _matches(names: tuple[str, ...], pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in names)
-
-
-def _near(pattern: str, layers: list[optimizers.Named]) -> str:
-    """How the message of an unknown name ends; a network has too many layers to list them all."""
-    names = list(dict.fromkeys(names[-1] for _, names in layers))
-    inner = [name for _, around in layers for name in around]
-    near = difflib.get_close_matches(pattern.strip("!*?"), inner, n=1)
-    known = ", ".join(names[:_SHOWN]) + (f", ... {names[-1]} ({len(names)} in all)" if len(names) > _SHOWN else "")
-    return f"{f': did you mean {near[0]!r}? Layers' if near else ': layers'} are {known}"

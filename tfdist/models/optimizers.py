@@ -136,7 +136,6 @@ def portable(model: keras.Model) -> Iterator[None]:
 
 Named: TypeAlias = tuple[keras.Layer, tuple[str, ...]]
 _BLOCK = re.compile(r"^.*(?:block|layer)_?\d+[a-z]?(?=_)")
-_SHOWN = 12  # names in a message
 _SMALLEST = 1e-6  # share of the learning rate below which a layer does not move in float32
 
 
@@ -178,11 +177,8 @@ def matching(model: keras.Model, pattern: str, what: str) -> list[int]:
         if any(fnmatch.fnmatchcase(name, pattern) for name in {*chain, *paths, variable.path}):
             matched.append(i)
     if not matched:
-        layers = list(dict.fromkeys(_nearest_layers(model)))
-        more = f" and {len(layers) - _SHOWN} more" if len(layers) > _SHOWN else ""
-        raise UserError(
-            f"{what}: {pattern!r} matches nothing that is trained: there are {', '.join(layers[:_SHOWN])}{more}"
-        )
+        known = field_syntax.suggest(pattern.strip("*?"), tuple(dict.fromkeys(_nearest_layers(model))))
+        raise UserError(f"{what}: {pattern!r} matches nothing that is trained{known}")
     return matched
 
 
