@@ -115,7 +115,6 @@ COLOURS = {  # Okabe and Ito's, which people with any colour vision can tell apa
     "horovod": "#009E73",
     "tpu": "#CC79A7",
 }
-_GREY = "#666666"
 
 
 def draw(path: pathlib.Path, title: str, rows: Sequence[Row], caption: str) -> None:
@@ -127,28 +126,23 @@ def draw(path: pathlib.Path, title: str, rows: Sequence[Row], caption: str) -> N
 
     figure, axes = pyplot.subplots(figsize=(9, 1.9 + 0.42 * max(5, len(rows))), dpi=120, layout="constrained")
     figure.suptitle(title, fontsize=13)
-    figure.supxlabel(caption, fontsize=8, color=_GREY)
-    most = max((row.examples_per_second or 0 for row in rows), default=0) or 1
-    for i, row in enumerate(rows):
-        rate = row.examples_per_second
-        if rate is None:
-            words = f"no figures ({row.status})"
-            axes.text(0.01 * most, i, words, va="center", fontsize=9, color=_GREY, style="italic")
-            continue
-        wrong = row.weights == "different"
-        axes.barh(i, rate, height=0.62, color="white" if wrong else COLOURS[row.strategy],
-                  edgecolor=COLOURS[row.strategy], hatch="////" if wrong else None, linewidth=1)  # fmt: skip
-        text = f"{rate:,.0f}" + ("  OTHER WEIGHTS" if wrong else "")
-        axes.text(rate + 0.01 * most, i, text, va="center", fontsize=9, color="#B00000" if wrong else "black")
+    figure.supxlabel(caption, fontsize=8, color="#666666")
+    rates = [row.examples_per_second or 0 for row in rows]
+    bars = axes.barh(range(len(rows)), rates, 0.62, color=[COLOURS[row.strategy] for row in rows])
+    axes.bar_label(bars, [_beside(row) for row in rows], padding=4, fontsize=9)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlim(0, 1.3 * most)
+    axes.set_xlim(0, 1.3 * max(rates, default=0) or 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_xlabel("examples per second")
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right"]].set_visible(False)
     try:
         with local_files.replacing(path) as temporary:
             figure.savefig(temporary, format="png")
     finally:
         pyplot.close(figure)
+
+
+def _beside(row: Row) -> str:
+    if row.examples_per_second is None:
+        return f"no figures ({row.status})"
+    return f"{row.examples_per_second:,.0f}" + "  OTHER WEIGHTS" * (row.weights == "different")
