@@ -37,23 +37,17 @@ def page(names: Iterable[str], asked_for: definition.Experiment | None) -> str:
             lines.append(fill(text, initial_indent="  ", subsequent_indent="      "))
         return "\n".join(lines)
 
-    defined = [name for name in dict.fromkeys(names) if name in flags.FLAGS]
-    first = [name for name in FIRST if name in defined]
-    rest = sorted(set(defined) - set(first))
+    defined = sorted(name for name in set(names) if name in flags.FLAGS)
     about = str(sys.modules["__main__"].__doc__ or "").strip().split("\n\n")
     parts = [text if text.startswith(" ") else fill(text) for text in about]  # indented ones are commands
-    takes_config = "config" in defined
-    if takes_config and len(first) > 3:
-        parts += ["What most people need:", described(first), "More flags:", described(rest)]
-    else:
-        parts += ["Flags:", described(sorted(defined))]
+    parts += ["Flags:", described(sorted(defined, key=lambda name: name not in FIRST))]
     if asked_for is not None:
         lines, indent = [], " " * 6
         for field in fields(asked_for):
             lines.append(f"  --{field.name}: {field.kind}, {field.value}")
             lines.append(fill(field.meaning.replace("`", ""), initial_indent=indent, subsequent_indent=indent))
         parts += ["Fields of this experiment:", "\n".join(lines)]
-    elif takes_config:
+    elif "config" in defined:
         parts.append(fill("--config.train.epochs=3 and the like set fields: --config=NAME --help lists them all."))
     return "\n\n".join(parts)
 
