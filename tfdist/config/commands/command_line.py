@@ -92,8 +92,6 @@ def listing() -> str:
 @contextlib.contextmanager
 def guarded(path: str) -> Iterator[None]:
     """A context in which that file is run, and can neither end the process nor fail in more than one line."""
-    end = os._exit  # which would end the command as if all were done
-    os._exit = sys.exit  # type: ignore[assignment]
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -107,8 +105,6 @@ def guarded(path: str) -> Iterator[None]:
         text = failure.msg if isinstance(failure, SyntaxError) else next(iter(str(failure).splitlines()), "")
         why = f"{type(failure).__name__}: {one_line(text, 300)}".rstrip(": ")
         raise UserError(f"--config={path} cannot be used: {why}{at}") from error
-    finally:
-        os._exit = end
 
 
 def _in_file(error: BaseException, path: str) -> tuple[BaseException | None, int | None]:
@@ -121,7 +117,7 @@ def _in_file(error: BaseException, path: str) -> tuple[BaseException | None, int
     behind: BaseException | None = error
     while behind is not None and behind not in chain:
         chain.append(behind)
-        behind = behind.__cause__ or behind.__context__ or _kept_back(behind)
+        behind = behind.__cause__ or behind.__context__
     for failure in reversed(chain):
         if isinstance(failure, SyntaxError) and failure.filename and os.path.realpath(failure.filename) == here:
             return failure, failure.lineno
@@ -130,17 +126,6 @@ def _in_file(error: BaseException, path: str) -> tuple[BaseException | None, int
         if lines:
             return failure, lines[-1]
     return None, None
-
-
-def _kept_back(error: BaseException) -> BaseException | None:
-    """Returns the OSError that config_flags keeps until somebody looks at the config."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        with contextlib.suppress(Exception):
-            kept = object.__getattribute__(owner, "_error")
-            if isinstance(kept, OSError):
-                return kept
-    return None
 
 
 DEFAULT_CONFIG = str(files("config")["digits"])
