@@ -327,23 +327,22 @@ _RECOMPUTED = next(c for c in inspect.unwrap(tf.recompute_grad).__code__.co_cons
 """The code of the function that `tf.recompute_grad` gives to `tf.custom_gradient`; it closes over what it was given."""
 
 
-def rematerializing(
+def answer_rematerialization(
     call: Callable[[Callable, tuple, dict[str, Any]], Any],
-    run: Callable[[list[Any], dict[int, Any], Callable], None],
+    run: Callable[[list[Any], dict[int, Any], set[int], Callable], None],
     is_divided: Callable[[Functional], bool],
     write: Callable[[], None],
-    alone: bool = True,
-) -> AbstractContextManager[None]:
-    """Lets others compute, within it, what `tf.recompute_grad` was given, and the nodes of Functional models.
+) -> None:
+    """Lets others compute, from now on, what `tf.recompute_grad` was given, and the nodes of Functional models.
 
     No public function replaces what has been wrapped already, or calls a part of the nodes.
 
     Args:
       call: takes the function, its arguments and keyword arguments; NotImplemented leaves it to TensorFlow.
-      run: takes the nodes in order, the values of tensors by their ids, which it adds to, and what runs a node so.
-      is_divided: whether `run` computes a Functional model, and not that itself.
+      run: takes the nodes in order, the values of tensors by their ids, which it adds to, the ids of those that the
+        model returns, and what runs a node so.
+      is_divided: whether `run` computes a Functional model, and not Keras.
       write: called for each write of a variable.
-      alone: see `patched`.
     """
 
     def decorator(theirs: Callable) -> Callable:
@@ -355,27 +354,26 @@ def rematerializing(
 
         return decorated
 
-    def run_through_graph(theirs: Callable) -> Callable:
-        def through(self: Functional, inputs: Any, operation_fn: Callable = lambda op: op, **options: Any) -> Any:
-            if options or not is_divided(self):
-                return theirs(self, inputs, operation_fn, **options)
+    theirs = Function._run_through_graph
 
-            def run_node(node: Any, known: dict[int, Any]) -> None:
-                args, kwargs = node.arguments.fill_in(known)
-                outputs = operation_fn(node.operation)(*args, **kwargs)
-                known.update(zip(map(id, node.outputs), keras.tree.flatten(outputs)))
+    def through(self: Functional, inputs: Any, operation_fn: Callable = lambda op: op, **options: Any) -> Any:
+        if options or not is_divided(self):
+            return theirs(self, inputs, operation_fn, **options)
 
-            known = dict(zip(map(id, self.inputs), keras.tree.flatten(inputs)))
-            nodes, reached = [], set(known)
-            for _, at_depth in sorted(self._nodes_by_depth.items(), reverse=True):
-                for node in at_depth:
-                    if node.operation and not node.is_input and reached.issuperset(map(id, node.input_tensors)):
-                        nodes.append(node)
-                        reached.update(map(id, node.outputs))
-            run(nodes, known, run_node)
-            return keras.tree.pack_sequence_as(self._outputs_struct, [known[id(x)] for x in self.outputs])
+        def run_node(node: Any, known: dict[int, Any]) -> None:
+            args, kwargs = node.arguments.fill_in(known)
+            outputs = operation_fn(node.operation)(*args, **kwargs)
+            known.update(zip(map(id, node.outputs), keras.tree.flatten(outputs)))
 
-        return through
+        known = dict(zip(map(id, self.inputs), keras.tree.flatten(inputs)))
+        nodes, reached = [], set(known)
+        for _, at_depth in sorted(self._nodes_by_depth.items(), reverse=True):
+            for node in at_depth:
+                if node.operation and not node.is_input and reached.issuperset(map(id, node.input_tensors)):
+                    nodes.append(node)
+                    reached.update(map(id, node.outputs))
+        run(nodes, known, {id(x) for x in self.outputs}, run_node)
+        return keras.tree.pack_sequence_as(self._outputs_struct, [known[id(x)] for x in self.outputs])
 
     def writing(theirs: Callable) -> Callable:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -384,16 +382,12 @@ def rematerializing(
 
         return noted
 
-    writes = [
-        n for n in vars(gen_resource_variable_ops) if n.startswith(("assign", "resource_scatter")) and "eager" not in n
-    ]
-    return patched(
-        *((gen_resource_variable_ops, name, writing) for name in writes),
-        (custom_gradient, "_graph_mode_decorator", decorator),
-        (custom_gradient, "_eager_mode_decorator", decorator),
-        (Function, "_run_through_graph", run_through_graph),
-        alone=alone,
-    )
+    writes = [n for n in vars(gen_resource_variable_ops) if n.startswith(("assign", "resource_scatter"))]
+    for name in [name for name in writes if "eager" not in name]:
+        setattr(gen_resource_variable_ops, name, writing(getattr(gen_resource_variable_ops, name)))
+    for name in ("_graph_mode_decorator", "_eager_mode_decorator"):
+        setattr(custom_gradient, name, decorator(getattr(custom_gradient, name)))
+    Function._run_through_graph = through
 
 
 @contextlib.contextmanager

@@ -9,9 +9,10 @@ arguments. While a step is traced, `recompute` takes its place, also for what wa
 import contextlib
 import itertools
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -89,69 +90,74 @@ class _Tracing(threading.local):
 _tracing = _Tracing()
 
 
+class _Step(NamedTuple):
+    """A step that is being traced."""
+
+    model: keras.Model
+    xla: bool  # whether XLA compiles it
+    twice: list[str]  # what would wrongly happen twice
+
+
+_step: _Step | None = None
+
+
 @contextlib.contextmanager
 def supported(model: keras.Model, xla: bool) -> Iterator[None]:
     """Lets `tf.recompute_grad` be `recompute`, within it; a step of a model is traced, which XLA compiles or not.
 
     Raises:
-      UserError: after it, if something that is computed again draws by operations of TensorFlow that have a state, or
-        writes variables that are none of Keras: it would do so twice.
+      UserError: after it, if something is computed again while the step draws by operations of TensorFlow that have a
+        state, or if it writes variables that are none of Keras: it would do so twice.
     """
     twice: list[str] = []
-
-    def write() -> None:
-        if _tracing.inside:
-            twice.append("writes a variable of TensorFlow that is none of Keras")
-
-    def call(f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if _tracing.inside or tf.executing_eagerly():
-            return f(*args, **kwargs)
-        graph = keras_internals.graph_of(getattr(f, "__self__", None))
-        if graph is None:
-            return recompute(model, xla, twice, f, args, kwargs)
-        with _now(_tracing, graph=graph):
-            return f(*args, **kwargs)
-
-    def run(nodes: list[Any], known: dict[int, Any], run_node: Callable[[Any, dict[int, Any]], None]) -> None:
-        kept = {id(tensor) for tensor in getattr(_tracing.graph, "outputs", ())}
-        for block, sources, results in _blocks(nodes, kept):
-
-            def computed(*tensors: Any, block: list = block, sources: list = sources, results: list = results) -> list:
-                inner = dict(zip(sources, tensors))
-                for node in block:
-                    run_node(node, inner)
-                return [inner[key] for key in results]
-
-            inputs = tuple(known[key] for key in sources)
-            in_blocks = any(_in_blocks(node) for node in block)
-            outputs = computed(*inputs) if in_blocks else recompute(model, xla, twice, computed, inputs, {})
-            known.update(zip(results, outputs))
-
     try:
-        with keras_internals.rematerializing(call, run, lambda graph: _tracing.graph is graph, write):
+        with keras_internals.patched((sys.modules[__name__], "_step", lambda _: _Step(model, xla, twice))):
             yield
     except Exception:
-        if not twice:  # which lets TensorFlow fail with something else
+        if not any(twice):  # which lets TensorFlow fail with something else
             raise
-    if twice:
+    drawing = layer_state.drawing(layer_state.kinds_of(tf.compat.v1.get_default_graph())) if twice else []
+    if found := [*filter(None, twice), *(f"draws by TensorFlow's {kind}" for kind in drawing)]:
         raise UserError(
-            f"what is computed again in the backward pass, by remat or tf.recompute_grad, {twice[0]}, and would do so "
-            "twice",
+            f"the model {found[0]}, and computes parts of itself again in the backward pass, where that would recur",
             "draw by keras.random with a SeedGenerator of the layer, and write weights that add_weight has made",
         )
 
 
-def _once(f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    of_layer = isinstance(getattr(f, "__self__", None), keras.Layer)
-    return f(*args, **kwargs) if of_layer or kwargs else NotImplemented
+def _call(f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    owner = getattr(f, "__self__", None)
+    if _step is None and not isinstance(owner, keras.Layer) and not kwargs:
+        return NotImplemented
+    # Where Keras builds, exports or predicts by itself, TensorFlow would draw other masks, and fails for keywords.
+    if _step is None or _tracing.inside or tf.executing_eagerly():
+        return f(*args, **kwargs)
+    graph = keras_internals.graph_of(owner)
+    if graph is None:
+        return recompute(_step, f, args, kwargs)
+    with _now(_tracing, graph=graph):
+        return f(*args, **kwargs)
 
 
-# Where Keras builds, exports or predicts by itself, layers are computed once: TensorFlow would draw other masks, and
-# fails for keyword arguments.
-_BEYOND_STEPS = contextlib.ExitStack()
-_BEYOND_STEPS.enter_context(
-    keras_internals.rematerializing(_once, lambda *_: None, lambda graph: False, lambda: None, alone=False)
-)
+def _run(nodes: list[Any], known: dict[int, Any], kept: set[int], run_node: Callable[..., None]) -> None:
+    for block, sources, results in _blocks(nodes, kept):
+
+        def computed(*tensors: Any, block: list = block, sources: list = sources, results: list = results) -> list:
+            inner = dict(zip(sources, tensors))
+            for node in block:
+                run_node(node, inner)
+            return [inner[key] for key in results]
+
+        inputs = tuple(known[key] for key in sources)
+        plainly = (step := _step) is None or any(_in_blocks(node) for node in block)
+        known.update(zip(results, computed(*inputs) if plainly else recompute(step, computed, inputs, {})))
+
+
+def _write() -> None:
+    if _step is not None and _tracing.inside:
+        _step.twice.append("writes a variable of TensorFlow that is none of Keras")
+
+
+keras_internals.answer_rematerialization(_call, _run, lambda graph: _tracing.graph is graph, _write)
 
 
 def _in_blocks(node: Any) -> bool:
@@ -200,13 +206,9 @@ def _now(owner: threading.local, **values: Any) -> Iterator[None]:
         vars(owner).update(before)
 
 
-def recompute(
-    model: keras.Model, xla: bool, twice: list[str], f: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> Any:
-    """Returns `f(*args, **kwargs)`, of which the backward pass keeps arguments and variables; while a step is traced.
-
-    `twice`: gets what `f` would wrongly do twice.
-    """
+def recompute(step: _Step, f: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Returns `f(*args, **kwargs)`, of which the backward pass keeps arguments and variables, in a step."""
+    step.twice.append("")  # something is computed again
     given = keras.tree.flatten((args, kwargs))
     if any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices) for leaf in given):
         return f(*args, **kwargs)
@@ -221,23 +223,20 @@ def recompute(
             if mask is not None:
                 setattr(tensor, keras_internals.MASK, mask)
         own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), leaves)
-        with _now(_tracing, inside=True), _Pass(before, twice) as done:
+        with _now(_tracing, inside=True), _Pass(before, step.twice) as done:
             outputs = f(*own_args, **own_kwargs)
         return outputs, [leaf for leaf in keras.tree.flatten(outputs) if tf.is_tensor(leaf)], done
 
-    known = {op.name for op in tf.compat.v1.get_default_graph().get_operations()}
     inputs, before = [tf.identity(given[i]) for i in places], dict[int, tf.Tensor]()
     outputs, leaves, done = run(inputs, before)
     results = [*leaves, *done.losses]
-    if kind := _random(results, known):
-        twice.append(f"draws by TensorFlow's {kind}")
     differentiable = [i for i, result in enumerate(results) if _is_differentiable(result)]
 
     @tf.custom_gradient
     def linked(*sources: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
         def backward(*gradients: tf.Tensor) -> list[tf.Tensor | None]:
             upstream = [gradients[i] for i in differentiable]
-            again = _once_there(upstream, [*inputs, *before.values()], xla)
+            again = _once_there(upstream, [*inputs, *before.values()], step.xla)
             replica = _now(layer_state.traced, **of_replica)
             with tf.GradientTape() as tape, keras_internals.called_as(state), replica:
                 tape.watch([*filter(_is_differentiable, again)])
@@ -253,7 +252,7 @@ def recompute(
     for variable, value in done.written.values():
         variable.assign(value)
     for loss, result in zip(done.losses, results[len(leaves) :]):
-        keras_internals.loss_owner(model, loss).add_loss(result)
+        keras_internals.loss_owner(step.model, loss).add_loss(result)
     for leaf, result in zip(leaves, results):
         if (mask := getattr(leaf, keras_internals.MASK, None)) is not None:
             setattr(result, keras_internals.MASK, mask)
@@ -277,17 +276,3 @@ def _once_there(gradients: list[tf.Tensor], tensors: list[tf.Tensor], xla: bool)
     # XLA knows no control dependencies, but of no number that it equals itself. A gradient of NaN stays one.
     first = tf.reduce_max(tf.reshape(gradients[0], [-1])[:1])
     return [tf.where(tf.equal(first, first), tensor, tf.zeros_like(tensor)) for tensor in same]
-
-
-def _random(results: list[tf.Tensor], known: set[str]) -> str:
-    """Returns an operation that draws from a state of its own on the way to results, but not one of the known."""
-    found, remaining = set(), [result.op for result in results]
-    while remaining:
-        op = remaining.pop()
-        if op.name not in known:
-            known.add(op.name)
-            found.add(op.type)
-            if any(value.HasField("func") for value in op.node_def.attr.values()):
-                found |= layer_state.kinds_of(op.graph)
-            remaining += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
-    return next(iter(layer_state.drawing(found)), "")
