@@ -148,8 +148,8 @@ def _run(nodes: list[Any], known: dict[int, Any], kept: set[int], run_node: Call
             return [inner[key] for key in results]
 
         inputs = tuple(known[key] for key in sources)
-        plainly = (step := _step) is None or any(_in_blocks(node) for node in block)
-        known.update(zip(results, computed(*inputs) if plainly else recompute(step, computed, inputs, {})))
+        step = None if any(_in_blocks(node) for node in block) else _step
+        known.update(zip(results, recompute(step, computed, inputs, {}) if step else computed(*inputs)))
 
 
 def _write() -> None:
