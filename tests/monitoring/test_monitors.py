@@ -195,8 +195,7 @@ def scalars(folder, run):
     accumulator.Reload()
     found = {tag: accumulator.Tensors(tag) for tag in accumulator.Tags()["tensors"]}
     value = lambda event: tf.make_ndarray(event.tensor_proto)
-    texts = {tag: value(found.pop(tag)[0]).item().decode() for tag in list(found) if tag == "experiment"}
-    return {tag: [(e.step, float(value(e))) for e in events] for tag, events in found.items()}, texts
+    return {tag: [(e.step, float(value(e))) for e in events] for tag, events in found.items()}
 
 
 def test_tensorboard_forgets_what_a_resumed_run_repeats(tmp_path, monkeypatch):
@@ -205,12 +204,11 @@ def test_tensorboard_forgets_what_a_resumed_run_repeats(tmp_path, monkeypatch):
     monkeypatch.setattr(event_file_writer, "time", types.SimpleNamespace(time=lambda: next(clock)))
     for start, steps in ((0, (10, 20, 30)), (20, (25, 30))):
         board = monitors.Board(tmp_path / "tensorboard")
-        board.begin(start, {"config.seed": "7"})
+        board.begin(start)
         for step in steps:
             board.scalars(step, {"loss": start + step / 100, "array": np.ones(3), "unknown": None})
         board.close()
-    found, texts = scalars(tmp_path / "tensorboard", "train")
-    assert texts == {"experiment": "| field | value |\n|---|---|\n| seed | `7` |\n"}
+    found = scalars(tmp_path / "tensorboard", "train")
     assert [step for step, _ in found["loss"]] == [10, 20, 25, 30] and set(found) == {"loss"}
     assert found["loss"][2][1] == pytest.approx(20.25)
 
@@ -218,7 +216,7 @@ def test_tensorboard_forgets_what_a_resumed_run_repeats(tmp_path, monkeypatch):
 def test_a_disk_that_is_full_ends_tensorboard_alone(tmp_path, said):
     (tmp_path / "tensorboard").write_text("a file where a folder should be")
     board = monitors.Board(tmp_path / "tensorboard")
-    board.begin(0, {})
+    board.begin(0)
     board.scalars(1, {"loss": 1.0})
     board.close()
     assert len(said) == 1 and said[0].startswith("WARNING: ") and said[0].endswith("training goes on without it")
@@ -229,7 +227,7 @@ def test_a_disk_that_fills_up_ends_tensorboard_alone(tmp_path, said, monkeypatch
     printed = mock.Mock()
     monkeypatch.setattr(threading, "excepthook", printed)
     board = monitors.Board(tmp_path / "tensorboard")
-    board.begin(0, {})
+    board.begin(0)
     writer = board._writers["train"]
     with pytest.MonkeyPatch.context() as patched:
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -411,8 +409,7 @@ def test_what_a_run_leaves_of_its_time(run, tmp_path):
     assert samples[-1]["updates"] == result["updates"] == 1200
     assert samples[-1]["loss"] == pytest.approx(result["history"]["loss"][-1])
     assert sorted(s["seconds"] for s in samples) == [s["seconds"] for s in samples]
-    train, texts = scalars(folder / "tensorboard", "train")
-    assert "| train.epochs | `40` |" in texts["experiment"]
+    train = scalars(folder / "tensorboard", "train")
     assert {"loss", "accuracy", "learning_rate", "gradient_norm"} <= set(train)
     assert {"speed/examples_per_second", "share/input"} <= set(train)
     assert train["loss"] == [(s["updates"], pytest.approx(s["loss"], rel=1e-5)) for s in samples]

@@ -306,23 +306,10 @@ def uncast(variable: keras.Variable) -> tf.Variable | None:
 
 def call_state() -> dict[str, Any]:
     """Returns what Keras knows of the call of a layer: whether it trains, and its type; nothing public holds it."""
-    names = ("autocast_scope", "current_call_ctx")
-    return {name: copy.copy(global_state.get_global_attribute(name)) for name in names}
+    return {name: copy.copy(global_state.get_global_attribute(name)) for name in ("autocast_scope", "current_call_ctx")}
 
 
-@contextlib.contextmanager
-def called_as(state: dict[str, Any]) -> Iterator[None]:
-    """Lets layers be called, within it, as where `call_state` was taken."""
-    before = {name: global_state.get_global_attribute(name) for name in state}
-    for name, value in state.items():
-        global_state.set_global_attribute(name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            global_state.set_global_attribute(name, value)
-
-
+GLOBAL_STATE: threading.local = global_state.GLOBAL_STATE_TRACKER  # where `call_state` is from
 _RECOMPUTED = next(c for c in inspect.unwrap(tf.recompute_grad).__code__.co_consts if inspect.iscode(c))
 """The code of the function that `tf.recompute_grad` gives to `tf.custom_gradient`; it closes over what it was given."""
 
@@ -335,24 +322,17 @@ def answer_rematerialization(
 ) -> None:
     """Lets others compute, from now on, what `tf.recompute_grad` was given, and the nodes of Functional models.
 
-    No public function replaces what has been wrapped already, or calls a part of the nodes.
-
-    Args:
-      call: takes the function, its arguments and keyword arguments; NotImplemented leaves it to TensorFlow.
-      run: takes the nodes in order, the values of tensors by their ids, which it adds to, the ids of those that the
-        model returns, and what runs a node so.
-      is_divided: whether `run` computes a Functional model, and not Keras.
-      write: called for each write of a variable.
+    No public function replaces what has been wrapped already, or calls a part of the nodes. `call` returns
+    NotImplemented to leave a function to TensorFlow. Of the models that `is_divided` tells, `run` takes the nodes in
+    order, the values of tensors by their ids, which it adds to, the ids of those that are returned, and what runs a
+    node so. `write` is called for each write of a variable.
     """
 
-    def decorator(theirs: Callable) -> Callable:
-        def decorated(f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-            outputs = NotImplemented
-            if getattr(f, "__code__", None) is _RECOMPUTED:
-                outputs = call(inspect.getclosurevars(f).nonlocals["f"], args, kwargs)
-            return theirs(f, args, kwargs) if outputs is NotImplemented else outputs
-
-        return decorated
+    def decorated(theirs: Callable, f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        outputs = NotImplemented
+        if getattr(f, "__code__", None) is _RECOMPUTED:
+            outputs = call(inspect.getclosurevars(f).nonlocals["f"], args, kwargs)
+        return theirs(f, args, kwargs) if outputs is NotImplemented else outputs
 
     theirs = Function._run_through_graph
 
@@ -375,18 +355,15 @@ def answer_rematerialization(
         run(nodes, known, {id(x) for x in self.outputs}, run_node)
         return keras.tree.pack_sequence_as(self._outputs_struct, [known[id(x)] for x in self.outputs])
 
-    def writing(theirs: Callable) -> Callable:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            write()
-            return theirs(*args, **kwargs)
-
-        return noted
+    def noted(theirs: Callable, *args: Any, **kwargs: Any) -> Any:
+        write()
+        return theirs(*args, **kwargs)
 
     writes = [n for n in vars(gen_resource_variable_ops) if n.startswith(("assign", "resource_scatter"))]
-    for name in [name for name in writes if "eager" not in name]:
-        setattr(gen_resource_variable_ops, name, writing(getattr(gen_resource_variable_ops, name)))
-    for name in ("_graph_mode_decorator", "_eager_mode_decorator"):
-        setattr(custom_gradient, name, decorator(getattr(custom_gradient, name)))
+    changed = [(gen_resource_variable_ops, name, noted) for name in writes if "eager" not in name]
+    changed += [(custom_gradient, f"_{mode}_mode_decorator", decorated) for mode in ("graph", "eager")]
+    for module, name, ours in changed:
+        setattr(module, name, functools.partial(ours, getattr(module, name)))
     Function._run_through_graph = through
 
 

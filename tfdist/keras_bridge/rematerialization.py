@@ -120,7 +120,7 @@ def supported(model: keras.Model, xla: bool) -> Iterator[None]:
     if found := [*filter(None, twice), *(f"draws by TensorFlow's {kind}" for kind in drawing)]:
         raise UserError(
             f"the model {found[0]}, and computes parts of itself again in the backward pass, where that would recur",
-            "draw by keras.random with a SeedGenerator of the layer, and write weights that add_weight has made",
+            "draw by keras.random with a SeedGenerator, write weights of layers outside of branches, or leave it out",
         )
 
 
@@ -197,12 +197,13 @@ def _blocks(nodes: list[Any], kept: set[int]) -> list[tuple[list[Any], list[int]
 @contextlib.contextmanager
 def _now(owner: threading.local, **values: Any) -> Iterator[None]:
     """Sets attributes of this thread, within it."""
-    before = dict(vars(owner))
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     vars(owner).update(values)
     try:
         yield
     finally:
-        vars(owner).clear()
+        for name in values:
+            vars(owner).pop(name, None)
         vars(owner).update(before)
 
 
@@ -230,16 +231,17 @@ def recompute(step: _Step, f: Callable[..., Any], args: tuple, kwargs: dict[str,
     inputs, before = [tf.identity(given[i]) for i in places], dict[int, tf.Tensor]()
     outputs, leaves, done = run(inputs, before)
     results = [*leaves, *done.losses]
-    differentiable = [i for i, result in enumerate(results) if _is_differentiable(result)]
+    is_differentiable = lambda tensor: tensor.dtype.is_floating or tensor.dtype.is_complex
+    differentiable = [i for i, result in enumerate(results) if is_differentiable(result)]
 
     @tf.custom_gradient
     def linked(*sources: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
         def backward(*gradients: tf.Tensor) -> list[tf.Tensor | None]:
             upstream = [gradients[i] for i in differentiable]
             again = _once_there(upstream, [*inputs, *before.values()], step.xla)
-            replica = _now(layer_state.traced, **of_replica)
-            with tf.GradientTape() as tape, keras_internals.called_as(state), replica:
-                tape.watch([*filter(_is_differentiable, again)])
+            called, replica = _now(keras_internals.GLOBAL_STATE, **state), _now(layer_state.traced, **of_replica)
+            with tf.GradientTape() as tape, called, replica:
+                tape.watch([*filter(is_differentiable, again)])
                 _, leaves, done = run(again[: len(inputs)], dict(zip(before, again[len(inputs) :])))
                 targets = [[*leaves, *done.losses][i] for i in differentiable]
             found = tape.gradient(targets, again, upstream)
@@ -258,10 +260,6 @@ def recompute(step: _Step, f: Callable[..., Any], args: tuple, kwargs: dict[str,
             setattr(result, keras_internals.MASK, mask)
     remaining = iter(results)
     return keras.tree.map_structure(lambda leaf: next(remaining) if tf.is_tensor(leaf) else leaf, outputs)
-
-
-def _is_differentiable(tensor: tf.Tensor) -> bool:
-    return tensor.dtype.is_floating or tensor.dtype.is_complex
 
 
 def _once_there(gradients: list[tf.Tensor], tensors: list[tf.Tensor], xla: bool) -> list[tf.Tensor]:

@@ -156,7 +156,7 @@ class Report(Callback):
     def _show_on_board(self, line: Mapping[str, Any], logs: Mapping[str, Any]) -> None:
         if self._board is None:
             self._board = Board(self._folder.path / "tensorboard" / f"call_{self._number:04d}")
-            self._board.begin(self._before, {"model": self.model.name})
+            self._board.begin(self._before)
         speed = {"learning_rate": line["learning_rate"], "speed/examples_per_second": line["examples_per_second"]}
         self._board.scalars(line["updates"], {**logs, **speed})
 

@@ -184,7 +184,7 @@ class Timeline(Callback):
             self._opened = True
             self._flops.count()
             if self._board:
-                self._board.begin(self._recorder.updates, config.flat(self._experiment))
+                self._board.begin(self._recorder.updates)
 
     def _sample(self, now: float, logs: Mapping[str, object]) -> None:
         self._open()
@@ -227,18 +227,14 @@ class Board:
         self._broken = False
         self._report = threading.excepthook
 
-    def begin(self, update: int, experiment: Mapping[str, str]) -> None:
-        """Writes the experiment, and invalidates what was written of later updates."""
+    def begin(self, update: int) -> None:
+        """Invalidates what was written of later updates."""
         from tensorboard.compat.proto import event_pb2
-        from tensorboard.plugins.text.summary_v2 import text_pb
 
         threading.excepthook = self._thread_failed
-        rows = "".join(f"| {name.removeprefix('config.')} | `{value}` |\n" for name, value in experiment.items())
-        text = text_pb("experiment", f"| field | value |\n|---|---|\n{rows}")
         for run in ("train", "validation"):  # TensorBoard drops what an earlier file has of this step and later ones
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._add(run, event_pb2.Event(wall_time=time.time(), step=update + 1, session_log=start))
-        self._add("train", event_pb2.Event(wall_time=time.time(), step=update, summary=text))
 
     def scalars(self, update: int, values: Mapping[str, object]) -> None:
         """Adds the numbers among `values` to `train`; those of `val_` names to `validation`, by the rest."""

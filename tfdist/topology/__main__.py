@@ -11,27 +11,20 @@ from absl import flags
 from tfdist.config.commands import command_line
 from tfdist.config.messages import logger
 from tfdist.errors import UserError
-from tfdist.topology import compiler, known
+from tfdist.topology import compiler
 
 
 def _run(argv: list[str]) -> int:
     values = flags.FLAGS
-    if values.list:
-        print("\n".join(known.lines()))
-        for kind in compiler.KINDS:
-            there = compiler.folder(kind) if compiler.is_there(kind) else "not installed"
-            print(f"  compilers for {kind}: {there}")
-    elif values.install:
-        logger.info(compiler.install(values.install))
-    else:
-        raise UserError("nothing was asked for", "give --install=tpu, --install=cuda or --list")
+    if not values.install:
+        raise UserError("nothing was asked for", "give --install=tpu or --install=cuda")
+    logger.info(compiler.install(values.install))
     return 0
 
 
 def main() -> None:
     what = "Make the environment of the compilers for TPUs or for NVIDIA GPUs."
     flags.DEFINE_enum("install", None, compiler.KINDS, what)
-    flags.DEFINE_bool("list", False, "List the topologies, and which compilers are there.")
     command_line.main(_run, command_line.parse_own, "interrupted, the next --install begins anew")
 
 

@@ -9,7 +9,6 @@ import string
 from tfdist.config import field_syntax
 from tfdist.errors import UserError
 
-GIB = 2**30
 MOST_GPUS = 8  # GPUs of one machine; `multi_worker` compiles the program of one of them, which this does not describe
 
 
@@ -74,10 +73,3 @@ def find(name: str) -> Topology:
         raise UserError(f"unknown --topology={name}{hint}, where a GPU's number goes from x1 to x{MOST_GPUS}")
     size, link, target = int(match[2]), gpu.link, gpu.target()
     return Topology(name, "cuda", size, gpu.name, gpu.memory, f"1x1x{size}", gpu.bandwidth, link, target=target)
-
-
-def lines() -> list[str]:
-    """Returns what there is, for a terminal."""
-    rows = [f"  {t.name:<10} {t.replicas} x {t.device} of {t.memory / GIB:.0f} GiB" for t in TPUS.values()]
-    rows += [f"  {name + 'xN':<10} N x {g.name} of {g.memory / GIB:.1f} GiB, N from 1 to 8" for name, g in GPUS.items()]
-    return rows

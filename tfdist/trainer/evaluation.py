@@ -87,12 +87,8 @@ def evaluate(
     replica_sync_check.check_weights(model, distribution, "before an evaluation")
     evaluation.check(check_agreement)
     called = on_this_worker(callbacks, model, distribution, verbose, evaluation.batches)
-    with (
-        distribution.one_thread(),
-        keras_internals.variables_as_numbers(),
-        metrics.counting_resets(model),
-        chief_alone(called, distribution),
-    ):
+    one = distribution.one_thread()
+    with one, keras_internals.variables_as_numbers(), metrics.counting_resets(model), chief_alone(called, distribution):
         logs = evaluation.run(called, should_stop)
     return logs if return_dict else keras_internals.metrics_in_order(model, logs)
 

@@ -131,10 +131,8 @@ class KerasPatch:
 
     @contextlib.contextmanager
     def _one_thread(self, name: str) -> Iterator[None]:
-        with (
-            self.distribution.one_thread(alone=name == "fit" and self._call_fit is not None),
-            keras_internals.replaced("depth", [(self, self.depth + 1)]),
-        ):
+        alone = self.distribution.one_thread(name == "fit" and self._call_fit is not None)
+        with alone, keras_internals.replaced("depth", [(self, self.depth + 1)]):
             yield
 
     def _leave_scope(self) -> None:
