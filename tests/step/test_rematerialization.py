@@ -24,7 +24,7 @@ class Block(L.Layer):
         self.seen, self.seeds = keras.metrics.Sum(), keras.random.SeedGenerator(7)
         self.calls = 0
         self.inner = keras.remat(self.computed) if way == "keras.remat" else self.computed
-        self.way = way
+        self.way, self.scale = way, 1.0
 
     def build(self, shape):
         self.hidden.build(shape)
@@ -43,7 +43,7 @@ class Block(L.Layer):
         return keras.KerasTensor(x.shape, x.dtype)
 
     def call(self, x):
-        scaled = lambda t, scale: self.inner(t) * scale
+        scaled = lambda t, scale: self.inner(t) * scale * self.scale
         scaled = tf.recompute_grad(scaled) if self.way == "tf.recompute_grad" else scaled
         return x + scaled(x, tf.constant(0.5, x.dtype))
 
@@ -78,7 +78,7 @@ def two_outputs():
     inputs = {"a": keras.Input((4,), name="a"), "b": keras.Input((4,), name="b")}
     early = L.Dense(8)(L.concatenate(list(inputs.values())))
     late = L.Dense(1)(L.LayerNormalization()(L.add([early, L.Dense(8, activation="tanh")(early)])))
-    return keras.Model(inputs, {"early": L.Dense(1)(early), "late": late})
+    return keras.Model(inputs, {"early": L.Dense(1)(early), "late": late, "taken": early})
 
 
 def sequences():
@@ -109,7 +109,7 @@ def examples(name, n=22):
     x, y = random.normal(size=(n, 8)), random.normal(size=(n, 1))
     if name == "sequences":
         return random.integers(0, 20, (n, 6)), y
-    return ({"a": x[:, :4], "b": x[:, 4:]}, {"early": y, "late": -y}) if name == "two outputs" else (x, y)
+    return ({"a": x[:, :4], "b": x[:, 4:]}, {"early": y, "late": -y, "taken": x}) if name == "two outputs" else (x, y)
 
 
 def trained(name, way, distribution, fit=tfdist.fit, **options):
@@ -140,6 +140,91 @@ def test_it_trains_what_it_trains_without(connect, name, way, replicas):
     _, expected = trained(name, "plain", connect(replicas))
     _, seen = trained(name, way, connect(replicas))
     all_same(seen, expected, rtol=1e-11, atol=1e-13)
+
+
+class Attribute(keras.Model):
+    """Hands a tensor to a block by an attribute, and reads what it adds to the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block, self.last = L.Dense(8), Block(), L.Dense(1)
+
+    def call(self, x):
+        self.block.scale = self.first(x)
+        return self.last(self.block(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            distance = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            penalty = 10.0 * sum(self.block.losses)
+        # As a GAN does: a weight moves before another gradient is asked for.
+        self.optimizer.apply(tape.gradient(penalty, self.block.trainable_variables), self.block.trainable_variables)
+        gradients = tape.gradient(distance, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"distance": distance, "penalty": penalty}
+
+
+def test_a_step_of_the_models_own_sees_the_same(connect):
+    ended = []
+    for with_remat in False, True:
+        keras.utils.set_random_seed(3)
+        model = Attribute()
+        if with_remat:
+            tfdist.remat(model.block)
+        model.compile(keras.optimizers.SGD(0.01))
+        model(examples("blocks")[0])
+        model.optimizer.build(model.trainable_variables)
+        options = dict(batch_size=6, shuffle=False, verbose=0, distribution=connect(1), check_agreement="off")
+        history = tfdist.fit(model, *examples("blocks"), **options).history
+        ended.append([*(v.numpy() for v in model.variables), *history.values()])
+    all_same(*ended, rtol=1e-11, atol=1e-13)
+
+
+class Branches(L.Layer):
+    """Reads state in both branches first, writes a weight that trains, and hands on complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.frozen, self.clipped = L.Dense(8), L.Dense(8, trainable=False), L.Dense(8, use_bias=False)
+
+    def build(self, shape):
+        for layer in self.dense, self.frozen, self.clipped:
+            layer.build((None, 8))
+
+    def call(self, x):
+        self.clipped.kernel.assign(keras.ops.clip(self.clipped.kernel, -0.3, 0.3) * 0.9)
+        positive = keras.ops.mean(x) > 0
+        x = keras.ops.cond(positive, lambda: self.frozen(x), lambda: 2.0 * self.frozen(x))
+        return tf.signal.fft(tf.cast(self.clipped(self.dense(x)), tf.complex128))
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, "complex128")
+
+
+class Back(L.Layer):
+    def call(self, x):
+        return tf.math.real(tf.signal.ifft(x))
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, "float64")
+
+
+def test_branches_written_weights_and_complex_numbers(connect):
+    ended = []
+    for with_remat in False, True:
+        keras.utils.set_random_seed(3)
+        x = inputs = keras.Input((8,))
+        layers = [Branches(), Back()]
+        x = layers[0](L.SpectralNormalization(L.Dense(8))(x))
+        model = keras.Model(inputs, L.Dense(1)(layers[1](x)))
+        for layer in [*layers, model.layers[1]] if with_remat else []:
+            tfdist.remat(layer)
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        options = dict(batch_size=6, shuffle=False, verbose=0, distribution=connect(1))
+        history = tfdist.fit(model, *examples("residual"), **options).history
+        ended.append([*(v.numpy() for v in model.variables), *history.values()])
+    all_same(*ended, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", ["residual", "unbuilt"])

@@ -28,19 +28,10 @@ class Finding:
             object.__setattr__(self, field, "".join(c if c.isprintable() else "?" for c in line))
 
 
-def ok(finding: str, name: str = "") -> Finding:
-    """Makes a finding with which nothing is wrong."""
-    return Finding(name, OK, finding)
-
-
-def warn(finding: str, fix: str, name: str = "") -> Finding:
-    """Makes a finding that may cost time or trouble."""
-    return Finding(name, WARN, finding, fix)
-
-
-def fail(finding: str, fix: str, name: str = "") -> Finding:
-    """Makes a finding with which a run would fail."""
-    return Finding(name, FAIL, finding, fix)
+ok: Callable[..., Finding] = lambda finding, name="": Finding(name, OK, finding)
+warn: Callable[..., Finding] = lambda finding, fix, name="": Finding(name, WARN, finding, fix)
+fail: Callable[..., Finding] = lambda finding, fix, name="": Finding(name, FAIL, finding, fix)
+"""Make findings with which nothing is wrong, that may cost time or trouble, and with which a run would fail."""
 
 
 def refused(error: UserError, name: str = "") -> Finding:

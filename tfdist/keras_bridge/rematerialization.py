@@ -6,13 +6,14 @@ the backward pass, averages the statistics of BatchNormalization twice, and fail
 arguments. While a step is traced, `recompute` takes its place, also for what was wrapped before.
 """
 
+import collections
 import contextlib
 import itertools
 import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -90,14 +91,8 @@ class _Tracing(threading.local):
 _tracing = _Tracing()
 
 
-class _Step(NamedTuple):
-    """A step that is being traced."""
-
-    model: keras.Model
-    xla: bool  # whether XLA compiles it
-    twice: list[str]  # what would wrongly happen twice
-
-
+_Step = collections.namedtuple("_Step", ("model", "xla", "twice"))
+"""A step that is being traced: its model, whether XLA compiles it, and what would wrongly happen twice."""
 _step: _Step | None = None
 
 
@@ -106,8 +101,7 @@ def supported(model: keras.Model, xla: bool) -> Iterator[None]:
     """Lets `tf.recompute_grad` be `recompute`, within it; a step of a model is traced, which XLA compiles or not.
 
     Raises:
-      UserError: after it, if something is computed again while the step draws by operations of TensorFlow that have a
-        state, or if it writes variables that are none of Keras: it would do so twice.
+      UserError: after it, for random operations of TensorFlow, and writes that would happen twice.
     """
     twice: list[str] = []
     try:
@@ -168,10 +162,9 @@ def _in_blocks(node: Any) -> bool:
 def _blocks(nodes: list[Any], kept: set[int]) -> list[tuple[list[Any], list[int], list[int]]]:
     """Divides the nodes of a Functional model, in their order, into about as many blocks as each has nodes.
 
-    `kept`: the ids of the tensors that the model returns.
-
     Returns:
-      For each block its nodes, and the ids of the tensors that it takes from before and leaves to what follows.
+      For each block its nodes, and the ids of the tensors that it takes from before, and leaves to what follows or are
+      `kept`, as the model returns them.
     """
     count, size = len(nodes), max(1, round(math.sqrt(len(nodes))))
     made = {id(tensor): i for i, node in enumerate(nodes) for tensor in node.outputs}
@@ -229,8 +222,10 @@ def recompute(step: _Step, f: Callable[..., Any], args: tuple, kwargs: dict[str,
         return outputs, [leaf for leaf in keras.tree.flatten(outputs) if tf.is_tensor(leaf)], done
 
     inputs, before = [tf.identity(given[i]) for i in places], dict[int, tf.Tensor]()
+    known = {op.name for op in tf.compat.v1.get_default_graph().get_operations()}
     outputs, leaves, done = run(inputs, before)
     results = [*leaves, *done.losses]
+    captured = _captured(results, known, [*inputs, *before.values()])
     is_differentiable = lambda tensor: tensor.dtype.is_floating or tensor.dtype.is_complex
     differentiable = [i for i, result in enumerate(results) if is_differentiable(result)]
 
@@ -241,16 +236,16 @@ def recompute(step: _Step, f: Callable[..., Any], args: tuple, kwargs: dict[str,
             again = _once_there(upstream, [*inputs, *before.values()], step.xla)
             called, replica = _now(keras_internals.GLOBAL_STATE, **state), _now(layer_state.traced, **of_replica)
             with tf.GradientTape() as tape, called, replica:
-                tape.watch([*filter(is_differentiable, again)])
+                tape.watch([*filter(is_differentiable, again), *captured])
                 _, leaves, done = run(again[: len(inputs)], dict(zip(before, again[len(inputs) :])))
                 targets = [[*leaves, *done.losses][i] for i in differentiable]
-            found = tape.gradient(targets, again, upstream)
+            found = tape.gradient(targets, [*again, *captured], upstream)
             return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in found]
 
         return [tf.identity(result) for result in results], backward
 
     with keras_internals.unregistered_gradients():
-        results = linked(*inputs, *before.values())
+        results = linked(*inputs, *before.values(), *captured)
     for variable, value in done.written.values():
         variable.assign(value)
     for loss, result in zip(done.losses, results[len(leaves) :]):
@@ -260,6 +255,21 @@ def recompute(step: _Step, f: Callable[..., Any], args: tuple, kwargs: dict[str,
             setattr(result, keras_internals.MASK, mask)
     remaining = iter(results)
     return keras.tree.map_structure(lambda leaf: next(remaining) if tf.is_tensor(leaf) else leaf, outputs)
+
+
+def _captured(results: list[tf.Tensor], known: set[str], given: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns numbers from before, besides those given, on which results depend: a function may close over some."""
+    found, reached, remaining = [], {tensor.name for tensor in given}, [*results]
+    while remaining:
+        tensor = remaining.pop()
+        if tensor.name in reached:
+            continue
+        reached.add(tensor.name)
+        if tensor.op.name not in known and tensor.op.type != "Placeholder":
+            remaining += tensor.op.inputs
+        elif tensor.dtype.is_floating or tensor.dtype.is_complex:
+            found.append(tensor)
+    return found
 
 
 def _once_there(gradients: list[tf.Tensor], tensors: list[tf.Tensor], xla: bool) -> list[tf.Tensor]:
