@@ -202,7 +202,7 @@ def _now(owner: threading.local, **values: Any) -> Iterator[None]:
 
 def recompute(step: _Step, f: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Returns `f(*args, **kwargs)`, of which the backward pass keeps arguments and variables, in a step."""
-    step.twice.append("")  # something is computed again
+    step.twice.append("has parts to be computed again (remat), which is refused while some gradients differ")
     given = keras.tree.flatten((args, kwargs))
     if any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices) for leaf in given):
         return f(*args, **kwargs)

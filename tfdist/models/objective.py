@@ -12,7 +12,7 @@ from tfdist.config import field_syntax, training_objects, user_functions
 from tfdist.config.messages import logger
 from tfdist.config.training_objects import KerasObjectSpec
 from tfdist.data.loaded import Loaded
-from tfdist.errors import UserError, one_line
+from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals
 
 
@@ -202,6 +202,8 @@ def _parsed(text: str, classes: int, names: tuple[str, ...]) -> dict[int, float]
 
 
 def _described(weights: dict[int, float], names: tuple[str, ...]) -> str:
-    """Returns the weights in a line, of many the first."""
+    """Returns the weights in a line: where there are many, the heaviest and the lightest."""
     label = lambda c: names[c] if c < len(names) else str(c)
-    return one_line(", ".join(f"{label(c)} {weight:.3g}" for c, weight in weights.items()), 300)
+    shown = sorted(weights, key=lambda c: -weights[c]) if len(weights) > 10 else list(weights)
+    words = [f"{label(c)} {weights[c]:.3g}" for c in shown]
+    return ", ".join(words if len(words) <= 10 else [*words[:5], "...", *words[-4:]])
