@@ -303,12 +303,12 @@ def uncast(variable: keras.Variable) -> tf.Variable | None:
     return variable._value
 
 
-def call_state() -> dict[str, Any]:
-    """Returns what Keras knows of the call of a layer: whether it trains, and its type; nothing public holds it."""
-    return {name: copy.copy(global_state.get_global_attribute(name)) for name in ("autocast_scope", "current_call_ctx")}
+def call_state() -> tuple[threading.local, dict[str, Any]]:
+    """Returns what Keras knows of the call of a layer, its type and whether it trains, and where (not public) it is."""
+    state = global_state.GLOBAL_STATE_TRACKER  # looked up each time, as clear_session() replaces it
+    return state, {name: copy.copy(getattr(state, name, None)) for name in ("autocast_scope", "current_call_ctx")}
 
 
-GLOBAL_STATE: threading.local = global_state.GLOBAL_STATE_TRACKER  # where `call_state` is from
 _RECOMPUTED = next(c for c in inspect.unwrap(tf.recompute_grad).__code__.co_consts if inspect.iscode(c))
 """The code of the function that `tf.recompute_grad` gives to `tf.custom_gradient`; it closes over what it was given."""
 

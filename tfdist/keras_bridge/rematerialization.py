@@ -128,7 +128,7 @@ def _call(f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     graph = keras_internals.graph_of(owner)
     if graph is None:
         return recompute(_step, f, args, kwargs)
-    with _now(_tracing, graph=graph):
+    with keras_internals.replaced("graph", [(_tracing, graph)]):
         return f(*args, **kwargs)
 
 
@@ -187,28 +187,15 @@ def _blocks(nodes: list[Any], kept: set[int]) -> list[tuple[list[Any], list[int]
     return blocks
 
 
-@contextlib.contextmanager
-def _now(owner: threading.local, **values: Any) -> Iterator[None]:
-    """Sets attributes of this thread, within it."""
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    vars(owner).update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            vars(owner).pop(name, None)
-        vars(owner).update(before)
-
-
 def recompute(step: _Step, f: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Returns `f(*args, **kwargs)`, of which the backward pass keeps arguments and variables, in a step."""
-    step.twice.append("has parts to be computed again (remat), which is refused while some gradients differ")
+    step.twice.append("")  # something is computed again
     given = keras.tree.flatten((args, kwargs))
     if any(isinstance(leaf, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices) for leaf in given):
         return f(*args, **kwargs)
     places = [i for i, leaf in enumerate(given) if tf.is_tensor(leaf)]
     masks = [getattr(given[i], keras_internals.MASK, None) for i in places]
-    state, of_replica = keras_internals.call_state(), dict(vars(layer_state.traced))
+    states = [keras_internals.call_state(), (layer_state.traced, dict(vars(layer_state.traced)))]
 
     def run(tensors: Sequence[tf.Tensor], before: dict[int, tf.Tensor]) -> tuple[Any, list[tf.Tensor], _Pass]:
         leaves = list(given)
@@ -217,7 +204,7 @@ def recompute(step: _Step, f: Callable[..., Any], args: tuple, kwargs: dict[str,
             if mask is not None:
                 setattr(tensor, keras_internals.MASK, mask)
         own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), leaves)
-        with _now(_tracing, inside=True), _Pass(before, step.twice) as done:
+        with keras_internals.replaced("inside", [(_tracing, True)]), _Pass(before, step.twice) as done:
             outputs = f(*own_args, **own_kwargs)
         return outputs, [leaf for leaf in keras.tree.flatten(outputs) if tf.is_tensor(leaf)], done
 
@@ -234,8 +221,10 @@ def recompute(step: _Step, f: Callable[..., Any], args: tuple, kwargs: dict[str,
         def backward(*gradients: tf.Tensor) -> list[tf.Tensor | None]:
             upstream = [gradients[i] for i in differentiable]
             again = _once_there(upstream, [*inputs, *before.values()], step.xla)
-            called, replica = _now(keras_internals.GLOBAL_STATE, **state), _now(layer_state.traced, **of_replica)
-            with tf.GradientTape() as tape, called, replica:
+            with tf.GradientTape() as tape, contextlib.ExitStack() as calling:
+                for owner, values in states:
+                    for name, value in values.items():
+                        calling.enter_context(keras_internals.replaced(name, [(owner, value)]))
                 tape.watch([*filter(is_differentiable, again), *captured])
                 _, leaves, done = run(again[: len(inputs)], dict(zip(before, again[len(inputs) :])))
                 targets = [[*leaves, *done.losses][i] for i in differentiable]
