@@ -415,12 +415,24 @@ def test_labels_out_of_range_are_named(connect):
         tfdist.fit(small(connect(1)), tf.data.Dataset.from_tensor_slices((x, y)).batch(8), verbose=0)
 
 
-def test_a_draw_without_a_seed_is_told_where_each_replica_would_make_a_generator(connect):
+class Noisy(keras.Model):
+    """Draws in a step of its own."""
+
+    def train_step(self, data):
+        x, y = data
+        return super().train_step((x + keras.random.normal(keras.ops.shape(x)), y))
+
+
+@pytest.mark.parametrize("where", ["layer", "shuffle", "step"])
+def test_a_draw_without_a_seed_is_told_where_each_replica_would_make_a_generator(connect, where):
     """Keras' generator belongs to a thread, and each replica is traced in one of its own: a page of TensorFlow's."""
+    draw = keras.random.shuffle if where == "shuffle" else lambda x: x + keras.random.normal(keras.ops.shape(x))
     with connect(2).scope():
-        noise = L.Lambda(lambda x, training=None: x + keras.random.normal(keras.ops.shape(x)) if training else x)
-        model = training_cases.compiled(keras.Sequential([keras.Input((4,)), noise, L.Dense(5)]))
-    with pytest.raises(tfdist.UserError, match=r"created on the first call: give keras.random a seed=keras.random"):
+        inputs = keras.Input((4,))
+        noise = L.Lambda(lambda x, training=None: draw(x) if training and where != "step" else x)
+        model_class = Noisy if where == "step" else keras.Model
+        model = training_cases.compiled(model_class(inputs, L.Dense(5)(noise(inputs))))
+    with pytest.raises(tfdist.UserError, match=r"^(tf.function|seed_generator_state).*: give keras.random a seed="):
         tfdist.fit(model, np.ones((16, 4)), np.zeros(16), 8, verbose=0, distribution=connect(2), check_agreement="off")
 
 

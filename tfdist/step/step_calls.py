@@ -153,7 +153,7 @@ def run(
     except UNREADABLE as error:
         raise explained(error, feed, update, peers) from error
     except ValueError as error:
-        if misfit := preconditions.input_misfit(error) or _complaint(error):
+        if misfit := preconditions.input_misfit(error) or complaint(error):
             raise misfit from error
         raise
     finally:
@@ -202,8 +202,8 @@ def explained(
         return EndOfData()
     if ended := uneven_end(str(error), update, peers):
         return UserError(ended)
-    if complaint := _complaint(error):
-        return complaint
+    if known := complaint(error):
+        return known
     in_pipeline = isinstance(error, UnicodeDecodeError) or re.search("IteratorGetNext|OptionalGetValue", str(error))
     if feed and in_pipeline and (unreadable := feed.first_unreadable()):
         return UserError(unreadable, REPAIR)
@@ -217,15 +217,17 @@ def explained(
     return cause(error, peers)
 
 
-def _complaint(error: Exception) -> UserError | None:
-    found = ((re.search(pattern, str(error)), advice) for pattern, advice in _COMPLAINTS)
-    return next((UserError(f"{complaint[0]}{advice}") for complaint, advice in found if complaint), None)
+def complaint(error: Exception) -> UserError | None:
+    """Returns what a user can act on, if TensorFlow's words are known."""
+    known = () if isinstance(error, UserError) else _COMPLAINTS
+    found = ((re.search(pattern, str(error)), advice) for pattern, advice in known)
+    return next((UserError(f"{words[0]}{advice}") for words, advice in found if words), None)
 
 
 def cause(error: Exception, peers: Peers) -> Exception:
     """Returns what an error of TensorFlow means: a lost worker, if the others know of one and it may be that."""
-    if complaint := _complaint(error):
-        return complaint
+    if known := complaint(error):
+        return known
     text = one_line(error)
     mine = isinstance(error, _OWN_FAULTS) and not re.search("[Cc]ollective|Horovod", text)
     if not mine and peers.verdict():
@@ -254,9 +256,10 @@ _COMPLAINTS = (
     ),
     (r"stateful layers carry on .*? is made for", ""),
     (
-        r"tf\.function only supports singleton tf\.Variables created on the first call",
-        ": give keras.random a seed=keras.random.SeedGenerator() that is made in the layer's __init__, and make "
-        "variables in its build",
+        r"tf\.function only supports singleton tf\.Variables created on the first call"
+        r"|seed_generator_state(?=/replica_\d+/Initializer)",
+        ": give keras.random a seed=keras.random.SeedGenerator() that is made in the __init__ of the layer or model, "
+        "and make variables in its build",
     ),
     (r"Received a label value of .*? outside the valid range of \[.*?\)", ": correct labels or the model's last layer"),
 )

@@ -17,6 +17,7 @@ from tfdist.distributed import connect
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError
 from tfdist.keras_bridge import preconditions, zero
+from tfdist.step import step_calls
 from tfdist.trainer import agreement
 from tfdist.trainer.callbacks import Callbacks
 from tfdist.trainer.evaluation import Data, limited
@@ -143,8 +144,13 @@ def fit(
     if own and asked:
         raise UserError(f"{asked[0]} cannot be used with a model that has its own {own}", "leave it out")
     zero.ready(model, options.distribution, options.zero_stage)
-    with options.distribution.one_thread():
-        return FitLoop(plan_training(model, source, options)).run()
+    try:
+        with options.distribution.one_thread():
+            return FitLoop(plan_training(model, source, options)).run()
+    except Exception as error:
+        if known := step_calls.complaint(error):
+            raise known from error
+        raise
 
 
 def _check(source: sources.Source, options: FitOptions) -> None:
