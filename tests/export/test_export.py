@@ -295,7 +295,7 @@ def test_a_table(tmp_path):
         "sex": ["string", [None]],
     }
     asked = trained_model.ModelRequest("", str(tmp_path / "model.keras"), "", config.Experiment(), {})
-    assert formats.load_original(asked, config.Experiment()).examples["categories"].max() == 2
+    assert formats.from_file(asked, config.Experiment()).examples["categories"].max() == 2
 
 
 class Own(keras.Model):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import types
 
@@ -434,6 +435,30 @@ def test_a_draw_without_a_seed_is_told_where_each_replica_would_make_a_generator
         model = training_cases.compiled(model_class(inputs, L.Dense(5)(noise(inputs))))
     with pytest.raises(tfdist.UserError, match=r"^(tf.function|seed_generator_state).*: give keras.random a seed="):
         tfdist.fit(model, np.ones((16, 4)), np.zeros(16), 8, verbose=0, distribution=connect(2), check_agreement="off")
+
+
+class Asking(L.Layer):
+    """Computes in the type of the policy that the script has set, and by a function that only a scope knows."""
+
+    def call(self, x):
+        kind = keras.config.dtype_policy().compute_dtype
+        return keras.ops.cast(keras.saving.get_registered_object("mine")(keras.ops.cast(x, kind)), x.dtype)
+
+
+def test_the_threads_of_replicas_have_the_settings_of_the_script(connect):
+    """Keras keeps them for each thread: layers that asked computed in float32 on replicas, and nothing said so."""
+    x, ended = np.random.default_rng(0).normal(size=(16, 4)), []
+    keras.config.set_dtype_policy("float64")
+    of_tfdist = functools.partial(tfdist.fit, distribution=connect(2))
+    for fit, scope in (keras.Model.fit, contextlib.nullcontext()), (of_tfdist, connect(2).scope()):
+        keras.utils.set_random_seed(0)
+        with keras.saving.custom_object_scope({"mine": lambda x: keras.ops.tanh(x + 1e-9)}):
+            with scope:
+                model = keras.Sequential([keras.Input((4,)), L.Dense(4), Asking(), L.Dense(1)])
+                model.compile("sgd", "mse")
+            fit(model, x, x[:, :1], 8, shuffle=False, verbose=0)
+        ended.append(model.get_weights())
+    training_cases.all_same(*ended, rtol=1e-13)
 
 
 def test_a_model_of_another_scope_is_refused(connect):

@@ -47,7 +47,7 @@ def export(asked: trained_model.ModelRequest, formats: list[str], output: pathli
     from tfdist.export import formats as formats_lib
     from tfdist.monitoring import recorder
 
-    original = formats_lib.load_original(asked, experiment)
+    original = (formats_lib.from_file if asked.model else formats_lib.from_run)(asked, experiment)
     temporary = output.parent / f".{output.name}.{os.getpid()}"
     try:
         temporary.mkdir()

@@ -82,12 +82,8 @@ class Original:
     arrays: list[np.ndarray] | None  # weights, where the model can be built again in another precision
 
 
-def load_original(asked: trained_model.ModelRequest, experiment: config.Experiment) -> Original:
-    """Builds or loads the model and gives it its weights; a file alone has a default experiment."""
-    return _from_file(asked, experiment) if asked.model else _from_run(asked, experiment)
-
-
-def _from_file(asked: trained_model.ModelRequest, experiment: config.Experiment) -> Original:
+def from_file(asked: trained_model.ModelRequest, experiment: config.Experiment) -> Original:
+    """Loads the model of a file, which has a default experiment."""
     model = trained_model.load(asked.path)
     if not model.inputs:
         raise UserError(f"--model={asked.path} does not tell what it takes", "give the --workdir of its run")
@@ -104,7 +100,8 @@ def _from_file(asked: trained_model.ModelRequest, experiment: config.Experiment)
     return Original(model, experiment, spec, str(asked.path), inputs, "made", None)
 
 
-def _from_run(asked: trained_model.ModelRequest, experiment: config.Experiment) -> Original:
+def from_run(asked: trained_model.ModelRequest, experiment: config.Experiment) -> Original:
+    """Builds the model of a run, and gives it its weights."""
     recorded, loaded = spec_file.read(asked.path), None
     models.set_precision(experiment.train.precision)
     try:

@@ -31,6 +31,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random import seed_generator
 from keras.src.trainers.compile_utils import CompileLoss
 from keras.src.utils import naming, rng_utils
+from tensorflow.python.distribute import mirrored_run
 from tensorflow.python.distribute.distribute_lib import ReplicaContextBase, StrategyBase
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.framework import config, ops
@@ -122,6 +123,10 @@ def own_metrics(layer: keras.Layer) -> list[keras.Metric]:
 
 takes_training = operator.attrgetter("_call_has_training_arg")
 """Whether a model's `call` has an argument `training`; Keras has read the signature, wrappers and all."""
+producing_layer = operator.attrgetter("_keras_history.operation")
+"""The layer or operation that a symbolic tensor comes from; in public, only layers know their outputs."""
+uncast = operator.attrgetter("_value")
+"""What holds a Keras variable, in its own type; `value` casts it within a layer. None before it has a value."""
 
 
 def fixed_batch(model: keras.Model) -> int | None:
@@ -150,11 +155,6 @@ def vocabularies(model: keras.Model) -> list[list[str]]:
 def input_structure(model: keras.Model) -> Structure:
     """Returns the inputs nested as the model takes them, where Keras' own exporters look; `model.inputs` is flat."""
     return getattr(model, "_inputs_struct", model.inputs[0])
-
-
-def producing_layer(tensor: keras.KerasTensor) -> object:
-    """Returns the layer or operation that a symbolic tensor comes from; in public, only layers know their outputs."""
-    return tensor._keras_history.operation
 
 
 def copies(variable: keras.Variable | tf.Variable) -> tuple[tf.Variable, ...]:
@@ -298,15 +298,21 @@ def graph_of(layer: object) -> Functional | None:
     return graph if isinstance(graph, Functional) else None
 
 
-def uncast(variable: keras.Variable) -> tf.Variable | None:
-    """Returns what holds a variable, in its own type; `value` casts it within a layer. None before it has a value."""
-    return variable._value
-
-
 def call_state() -> tuple[threading.local, dict[str, Any]]:
     """Returns what Keras knows of the call of a layer, its type and whether it trains, and where (not public) it is."""
     state = global_state.GLOBAL_STATE_TRACKER  # looked up each time, as clear_session() replaces it
     return state, {name: copy.copy(getattr(state, name, None)) for name in ("autocast_scope", "current_call_ctx")}
+
+
+def settings_in_threads() -> AbstractContextManager[None]:
+    """Lets the threads in which replicas are traced have, within it, the settings of this one.
+
+    Keras keeps `keras.config.set_dtype_policy` and others for each thread: layers that ask for them saw the defaults.
+    """
+    state, names = global_state.GLOBAL_STATE_TRACKER, ("dtype_policy", "flash_attention", "custom_objects_scope_dict")
+    settings = {name: value for name, value in vars(state).items() if name in names}
+    knowing = lambda theirs: lambda thread: (vars(state).update(settings), theirs(thread))
+    return patched((mirrored_run._MirroredReplicaThread, "run", knowing))
 
 
 _RECOMPUTED = next(c for c in inspect.unwrap(tf.recompute_grad).__code__.co_consts if inspect.iscode(c))
@@ -550,6 +556,10 @@ averaged_function = operator.attrgetter("_fn", "_fn_kwargs")
 # Optimizers.
 
 
+is_deterministic = config.is_op_determinism_enabled
+"""Whether `tf.config.experimental.enable_op_determinism` has been called, which nothing public tells."""
+
+
 def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Returns the optimizer itself, out of a `LossScaleOptimizer` if it is wrapped in one; this name is public."""
     return getattr(optimizer, "inner_optimizer", optimizer)
@@ -721,24 +731,15 @@ def optimizer_updates(update: Callable) -> AbstractContextManager[None]:
     return patched(*((owner, "apply", make) for owner in (BaseOptimizer, *of_others) if owner))
 
 
-def is_deterministic() -> bool:
-    """Returns whether `tf.config.experimental.enable_op_determinism` has been called, which nothing public tells."""
-    return bool(config.is_op_determinism_enabled())
-
-
 # Callbacks.
 
 
 BATCHES_SEEN = ("_batches_seen_since_last_saving", "_last_batch_seen")
 """ModelCheckpoint counts in these attributes the batches since its last file, and nothing public tells the number."""
-
 EMA_IN_MODEL = "_ema_weights_in_model"
 """SwapEMAWeights tells by this attribute whether the model has the averaged weights, as at the end of an epoch."""
-
-
-def profiles_batches(callback: keras.callbacks.TensorBoard) -> bool:
-    """Returns whether the callback profiles; what it has read from `profile_batch` is kept privately."""
-    return bool(callback._should_trace)
+profiles_batches = operator.attrgetter("_should_trace")
+"""Whether a callback keras.callbacks.TensorBoard profiles; what it has read from `profile_batch` is kept privately."""
 
 
 def measured_by(model: keras.Model, evaluate: Callable, predict: Callable) -> AbstractContextManager[None]:

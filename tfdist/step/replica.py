@@ -173,6 +173,7 @@ class Replica:
             patches.enter_context(keras_internals.replaced("all_reduce", [(context, reduce)] if reduce else []))
             xla = self.jit or self.distribution.static_shapes
             patches.enter_context(rematerialization.supported(self.model, xla))
+            patches.enter_context(keras_internals.settings_in_threads())
             return patches.pop_all()
 
     def tracing(self) -> contextlib.AbstractContextManager:
