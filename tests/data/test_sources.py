@@ -490,7 +490,7 @@ def test_contents_are_the_same_to_rounding():
 @pytest.mark.parametrize("seed", [-1, 2**31, None, 0.5])
 def test_seeds_that_are_none(seed):
     with refused(f"^seed must be an integer between 0 and 2147483647, got {seed}"):
-        sources.read_epochs(SHARED["arrays"](), Layout(4, 1, 1), True, seed)
+        sources.read(SHARED["arrays"](), Layout(4, 1, 1), True, seed)
 
 
 def test_what_a_function_returns_is_described():

@@ -59,7 +59,7 @@ def traced(distribution, optimizer, width=WIDTH, bucket_bytes=0, kind="Collectiv
         tf.data.Dataset.from_tensor_slices(data).batch(4) if stream else data[0], *data[1:][stream:]
     )
     layout = sources.layout_of(source, 4, distribution, 1, least=False)
-    part = sources.read_epochs(source, layout, True, 0).next(0, 2)
+    part = sources.read(source, layout, True, 0).next(0, 2)
     options = functions.TrainingOptions(full=part.full, norm=True)
     call = step_calls.step_of(model, distribution, source).compiled("train", layout, options)
     sums = tf.zeros([1], tf.float64)

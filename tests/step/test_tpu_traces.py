@@ -55,7 +55,7 @@ class Prepared:
 
     def traced(self, kind, update):
         """Returns what TensorFlow makes of the call that has the batch of an update."""
-        feed = sources.read_epochs(self.source, self.layout, True, 0)
+        feed = sources.read(self.source, self.layout, True, 0)
         part = feed.next(update, 99)
         arguments = (part.feed, tf.constant(part.first), tf.constant(part.last))
         options = functions.TrainingOptions(full=part.full, norm=kind == "train")

@@ -66,7 +66,7 @@ def on_mesh(experiment, replicas):
         model, field_syntax.layer_rates(experiment.optimizer), experiment.optimizer.layer_decay
     )
     layout = Layout(train.batch_size, replicas, train.accumulate, static=True)
-    feed = sources.read_epochs(source, layout, True, experiment.seed)
+    feed = sources.read(source, layout, True, experiment.seed)
     programs, values, updates = {}, {}, []
     for update in range(epochs * feed.batches):
         part = feed.next(update, 1)

@@ -94,17 +94,11 @@ def layout_of(
     return dataclasses.replace(layout, ends_anywhere=source.ends_anywhere)
 
 
-def read_epochs(source: Source, layout: Layout, shuffle: bool, seed: int, across: bool = False) -> Feed:
-    """Returns a feed that reads `source` again and again, in a new order each time if `shuffle`; see `Source.feed`."""
+def read(source: Source, layout: Layout, shuffle: bool, seed: int, across: bool = False, once: bool = False) -> Feed:
+    """Returns a feed that reads `source` again and again, or `once`; in a new order each time if `shuffle`."""
     if not isinstance(shuffle, (bool, np.bool_)):
         raise UserError(f"shuffle must be True or False, got {shuffle!r}", "shuffle within batches yourself")
     if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**31:
         raise UserError(f"seed must be an integer between 0 and {2**31 - 1}, got {seed!r}")
-    feed = source.feed(layout, seed if shuffle else None, seed, across)
-    return StaticFeed(feed, layout) if layout.static else feed
-
-
-def read_once(source: Source, layout: Layout) -> Feed:
-    """Returns a feed that reads `source` in its own order."""
-    feed = source.feed(layout)
+    feed = source.feed(layout, seed if shuffle else None, None if once else seed, across)
     return StaticFeed(feed, layout) if layout.static else feed

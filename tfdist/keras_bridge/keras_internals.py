@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend import compute_output_spec
 from keras.src.backend.common import global_state
 from keras.src.backend.common import remat as keras_remat
 from keras.src.backend.tensorflow import random as backend_random
@@ -36,7 +37,7 @@ from tensorflow.python.distribute.distribute_lib import ReplicaContextBase, Stra
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.framework import config, ops
 from tensorflow.python.framework.func_graph import FuncGraph
-from tensorflow.python.ops import custom_gradient, gen_math_ops, gen_resource_variable_ops
+from tensorflow.python.ops import custom_gradient, gen_math_ops
 
 from tfdist.data.spec import Structure
 from tfdist.errors import UserError
@@ -111,16 +112,21 @@ def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
     return list(layer._trainable_variables)
 
 
+def build_symbolically(model: keras.Model, inputs: Structure) -> None:
+    """Creates the weights of a model that has none yet, as Keras' `fit` does: a call with numbers would write state."""
+    if not all(layer.built for layer in flat_layers(model)):
+        specs = keras.tree.map_structure(lambda t: keras.KerasTensor(t.shape, t.dtype.name), inputs)
+        with contextlib.suppress(Exception):  # of layers that take no symbols, and are built by a call
+            compute_output_spec(model, specs, training=False)
+
+
 def own_variables(layer: keras.Layer) -> list[keras.Variable]:
     """Returns the weights that a layer has itself; `layer.weights` also has those of the layers inside it."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
-def own_metrics(layer: keras.Layer) -> list[keras.Metric]:
-    """Returns the metrics that a layer has itself; `layer.metrics` also has those of the layers inside it."""
-    return list(layer._metrics)
-
-
+own_metrics = operator.attrgetter("_metrics")
+"""The metrics that a layer has itself; `layer.metrics` also has those of the layers inside it."""
 takes_training = operator.attrgetter("_call_has_training_arg")
 """Whether a model's `call` has an argument `training`; Keras has read the signature, wrappers and all."""
 producing_layer = operator.attrgetter("_keras_history.operation")
@@ -305,10 +311,7 @@ def call_state() -> tuple[threading.local, dict[str, Any]]:
 
 
 def settings_in_threads() -> AbstractContextManager[None]:
-    """Lets the threads in which replicas are traced have, within it, the settings of this one.
-
-    Keras keeps `keras.config.set_dtype_policy` and others for each thread: layers that ask for them saw the defaults.
-    """
+    """Gives threads in which replicas are traced, within it, the settings of this one: Keras has some for each."""
     state, names = global_state.GLOBAL_STATE_TRACKER, ("dtype_policy", "flash_attention", "custom_objects_scope_dict")
     settings = {name: value for name, value in vars(state).items() if name in names}
     knowing = lambda theirs: lambda thread: (vars(state).update(settings), theirs(thread))
@@ -323,14 +326,13 @@ def answer_rematerialization(
     call: Callable[[Callable, tuple, dict[str, Any]], Any],
     run: Callable[[list[Any], dict[int, Any], set[int], Callable], None],
     is_divided: Callable[[Functional], bool],
-    write: Callable[[], None],
 ) -> None:
     """Lets others compute, from now on, what `tf.recompute_grad` was given, and the nodes of Functional models.
 
     No public function replaces what has been wrapped already, or calls a part of the nodes. `call` returns
     NotImplemented to leave a function to TensorFlow. Of the models that `is_divided` tells, `run` takes the nodes in
     order, the values of tensors by their ids, which it adds to, the ids of those that are returned, and what runs a
-    node so. `write` is called for each write of a variable.
+    node so.
     """
 
     def decorated(theirs: Callable, f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -360,15 +362,8 @@ def answer_rematerialization(
         run(nodes, known, {id(x) for x in self.outputs}, run_node)
         return keras.tree.pack_sequence_as(self._outputs_struct, [known[id(x)] for x in self.outputs])
 
-    def noted(theirs: Callable, *args: Any, **kwargs: Any) -> Any:
-        write()
-        return theirs(*args, **kwargs)
-
-    writes = [n for n in vars(gen_resource_variable_ops) if n.startswith(("assign", "resource_scatter"))]
-    changed = [(gen_resource_variable_ops, name, noted) for name in writes if "eager" not in name]
-    changed += [(custom_gradient, f"_{mode}_mode_decorator", decorated) for mode in ("graph", "eager")]
-    for module, name, ours in changed:
-        setattr(module, name, functools.partial(ours, getattr(module, name)))
+    for name in ("_graph_mode_decorator", "_eager_mode_decorator"):
+        setattr(custom_gradient, name, functools.partial(decorated, getattr(custom_gradient, name)))
     Function._run_through_graph = through
 
 
@@ -394,6 +389,14 @@ def reset_layer_names() -> None:
 MASK = "_keras_mask"
 """The attribute of a tensor with the mask that a layer has attached to its output; Keras has no other place for it.
 What is sliced or brought out of XLA loses it."""
+LOGITS = "_keras_logits"
+"""The attribute with what a softmax or sigmoid was given, of which Keras computes the loss."""
+
+
+def logits(tensor: tf.Tensor) -> tf.Tensor | None:
+    """Returns what Keras computes the loss of such an output of, where losses look for it; None of others."""
+    is_computed = tf.is_symbolic_tensor(tensor) and tensor.op.type in ("Softmax", "Sigmoid")
+    return getattr(tensor, LOGITS, tensor.op.inputs[0] if is_computed else None)
 
 
 # Compiled losses and metrics.

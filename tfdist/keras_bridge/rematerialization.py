@@ -10,6 +10,7 @@ import collections
 import contextlib
 import itertools
 import math
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,7 @@ class _Pass(keras.StatelessScope):
     def __init__(self, before: dict[int, tf.Tensor], twice: list[str]):
         super().__init__(collect_losses=True)
         self.before, self.twice = before, twice  # variables by their ids; weights, seeds of random layers, averages
+        self.read: set[int] = set()  # TensorFlow's variables behind them, by their ids
         self.written: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
         self.graph = tf.compat.v1.get_default_graph()
 
@@ -67,6 +69,7 @@ class _Pass(keras.StatelessScope):
         if value is None and (held := keras_internals.uncast(variable)) is not None:
             with self.graph.as_default():  # and not in the branch or loop that reads it first
                 value = self.before[id(variable)] = tf.convert_to_tensor(held)
+            self.read.update(map(id, (held, *keras_internals.copies(held))))
         return value
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
@@ -89,8 +92,6 @@ class _Tracing(threading.local):
 
 
 _tracing = _Tracing()
-
-
 _Step = collections.namedtuple("_Step", ("model", "xla", "twice"))
 """A step that is being traced: its model, whether XLA compiles it, and what would wrongly happen twice."""
 _step: _Step | None = None
@@ -111,10 +112,10 @@ def supported(model: keras.Model, xla: bool) -> Iterator[None]:
         if not any(twice):  # which lets TensorFlow fail with something else
             raise
     drawing = layer_state.drawing(layer_state.kinds_of(tf.compat.v1.get_default_graph())) if twice else []
-    if found := [*filter(None, twice), *(f"draws by TensorFlow's {kind}" for kind in drawing)]:
+    if found := [*(f"draws by TensorFlow's {kind}" for kind in drawing), *filter(None, twice)]:
         raise UserError(
             f"the model {found[0]}, and computes parts of itself again in the backward pass, where that would recur",
-            "draw by keras.random with a SeedGenerator, write weights of layers outside of branches, or leave it out",
+            "draw by keras.random with a SeedGenerator, write weights outside of branches, or leave remat out there",
         )
 
 
@@ -146,12 +147,7 @@ def _run(nodes: list[Any], known: dict[int, Any], kept: set[int], run_node: Call
         known.update(zip(results, recompute(step, computed, inputs, {}) if step else computed(*inputs)))
 
 
-def _write() -> None:
-    if _step is not None and _tracing.inside:
-        _step.twice.append("writes a variable of TensorFlow that is none of Keras")
-
-
-keras_internals.answer_rematerialization(_call, _run, lambda graph: _tracing.graph is graph, _write)
+keras_internals.answer_rematerialization(_call, _run, lambda graph: _tracing.graph is graph)
 
 
 def _in_blocks(node: Any) -> bool:
@@ -206,27 +202,47 @@ def recompute(step: _Step, f: Callable[..., Any], args: tuple, kwargs: dict[str,
         own_args, own_kwargs = keras.tree.pack_sequence_as((args, kwargs), leaves)
         with keras_internals.replaced("inside", [(_tracing, True)]), _Pass(before, step.twice) as done:
             outputs = f(*own_args, **own_kwargs)
-        return outputs, [leaf for leaf in keras.tree.flatten(outputs) if tf.is_tensor(leaf)], done
+            leaves = [leaf for leaf in keras.tree.flatten(outputs) if tf.is_tensor(leaf)]
+            leaves += filter(tf.is_tensor, map(keras_internals.logits, leaves))
+            leaves = [*map(tf.identity, leaves)]  # also of a weight, or a constant that was made before
+        return outputs, leaves, done
 
     inputs, before = [tf.identity(given[i]) for i in places], dict[int, tf.Tensor]()
-    known = {op.name for op in tf.compat.v1.get_default_graph().get_operations()}
-    outputs, leaves, done = run(inputs, before)
+    begin = len(tf.compat.v1.get_default_graph().get_operations())
+    with tf.GradientTape() as watching:
+        outputs, leaves, done = run(inputs, before)
+    once = _made_since(begin, inputs)
+    if any(op.type.startswith(("Assign", "ResourceScatter")) or op.type in ("If", "While", "Case") for op in once):
+        step.twice.append("writes a variable of TensorFlow that is none of Keras")
+    if any(id(variable) not in done.read for variable in watching.watched_variables()):
+        step.twice.append("trains variables of TensorFlow that are none of Keras, or that a tf.function reads")
     results = [*leaves, *done.losses]
-    captured = _captured(results, known, [*inputs, *before.values()])
     is_differentiable = lambda tensor: tensor.dtype.is_floating or tensor.dtype.is_complex
+    # Numbers from before, besides those given: a function may close over some.
+    sources = [*inputs, *before.values()]
+    made = {op.name for op in once if op.type != "Placeholder"} | {tensor.op.name for tensor in sources}
+    others = {tensor.name: tensor for op in once for tensor in op.inputs if tensor.op.name not in made}
+    captured = [*filter(is_differentiable, others.values())]
     differentiable = [i for i, result in enumerate(results) if is_differentiable(result)]
 
     @tf.custom_gradient
-    def linked(*sources: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
+    def linked(*_: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
         def backward(*gradients: tf.Tensor) -> list[tf.Tensor | None]:
             upstream = [gradients[i] for i in differentiable]
-            again = _once_there(upstream, [*inputs, *before.values()], step.xla)
+            again = _once_there(upstream, sources, step.xla)
             with tf.GradientTape() as tape, contextlib.ExitStack() as calling:
                 for owner, values in states:
                     for name, value in values.items():
                         calling.enter_context(keras_internals.replaced(name, [(owner, value)]))
                 tape.watch([*filter(is_differentiable, again), *captured])
+                begin = len(tf.compat.v1.get_default_graph().get_operations())
                 _, leaves, done = run(again[: len(inputs)], dict(zip(before, again[len(inputs) :])))
+                new = _made_since(begin, inputs)
+                if {tensor.name for op in new for tensor in op.inputs} & {tensor.name for tensor in sources}:
+                    step.twice.append("reads weights in a tf.function")
+                kinds = lambda ops: [op.type for op in ops if not _NOT_COMPARED.fullmatch(op.type)]
+                if kinds(once) != kinds(new):
+                    step.twice.append("computes something else when it is called again, as by an attribute")
                 targets = [[*leaves, *done.losses][i] for i in differentiable]
             found = tape.gradient(targets, [*again, *captured], upstream)
             return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in found]
@@ -234,31 +250,34 @@ def recompute(step: _Step, f: Callable[..., Any], args: tuple, kwargs: dict[str,
         return [tf.identity(result) for result in results], backward
 
     with keras_internals.unregistered_gradients():
-        results = linked(*inputs, *before.values(), *captured)
+        results = linked(*sources, *captured)
     for variable, value in done.written.values():
         variable.assign(value)
     for loss, result in zip(done.losses, results[len(leaves) :]):
         keras_internals.loss_owner(step.model, loss).add_loss(result)
-    for leaf, result in zip(leaves, results):
+    returned = [leaf for leaf in keras.tree.flatten(outputs) if tf.is_tensor(leaf)]
+    of_logits = iter(results[len(returned) :])
+    for leaf, result in zip(returned, results):
         if (mask := getattr(leaf, keras_internals.MASK, None)) is not None:
             setattr(result, keras_internals.MASK, mask)
+        if keras_internals.logits(leaf) is not None:
+            setattr(result, keras_internals.LOGITS, next(of_logits))
     remaining = iter(results)
     return keras.tree.map_structure(lambda leaf: next(remaining) if tf.is_tensor(leaf) else leaf, outputs)
 
 
-def _captured(results: list[tf.Tensor], known: set[str], given: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns numbers from before, besides those given, on which results depend: a function may close over some."""
-    found, reached, remaining = [], {tensor.name for tensor in given}, [*results]
-    while remaining:
-        tensor = remaining.pop()
-        if tensor.name in reached:
-            continue
-        reached.add(tensor.name)
-        if tensor.op.name not in known and tensor.op.type != "Placeholder":
-            remaining += tensor.op.inputs
-        elif tensor.dtype.is_floating or tensor.dtype.is_complex:
-            found.append(tensor)
-    return found
+def _made_since(number: int, of_replica: list[tf.Tensor]) -> list[tf.Operation]:
+    """Returns the operations of the graph, but for so many, on a replica's device: replicas are traced by turns."""
+    device = lambda thing: thing.device.rpartition("/")[2]
+    devices = {*map(device, of_replica)}
+    made = tf.compat.v1.get_default_graph().get_operations()[number:]
+    return made if "" in devices else [op for op in made if device(op) in devices]
+
+
+_NOT_COMPARED = re.compile(
+    "Const|Identity|NoOp|Placeholder|ReadVariableOp"  # of variables, and tensors made before, which are read once alone
+    "|(Stateless)?(If|While|Case)|.*PartitionedCall|ZerosLike|.*TensorList.*"  # which a gradient rewrites
+)
 
 
 def _once_there(gradients: list[tf.Tensor], tensors: list[tf.Tensor], xla: bool) -> list[tf.Tensor]:

@@ -186,7 +186,7 @@ def _feed(source: sources.Source, layout: Layout, steps: int | None, what: str) 
     """Returns a feed that reads `source` in its own order, and the number of batches to read, if known."""
     if steps is not None and steps < 1:
         raise UserError(f"steps must be at least 1, got {steps}")
-    feed = sources.read_once(source, layout)
+    feed = sources.read(source, layout, shuffle=False, seed=0, once=True)
     batches = min(feed.batches, steps or feed.batches) if feed.batches else steps
     if batches is None and source.endless:
         raise UserError(f"the data set to {what} never ends", "give the number of steps")

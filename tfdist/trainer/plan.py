@@ -190,4 +190,4 @@ def plan_training(model: keras.Model, source: sources.Source, options: FitOption
 
 def feed_of(source: sources.Source, layout: Layout, options: FitOptions) -> Feed:
     """Returns the feed of a training's global batches."""
-    return sources.read_epochs(source, layout, options.shuffle, options.seed, options.steps_per_epoch is not None)
+    return sources.read(source, layout, options.shuffle, options.seed, options.steps_per_epoch is not None)

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from matplotlib import ticker
+
 from tfdist.monitoring.report.html import Html, join, tag
 
 POINTS = 500  # a line is thinned to about this number
@@ -129,16 +131,10 @@ def linear(low: float, high: float, count: int, tight: bool = False) -> Axis:
     if not high > low:
         pad = abs(low) * 0.1 or 1.0
         low, high = (low - pad, high + pad) if not tight else (low - 0.5, high + 0.5)
-    rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
-    if not tight:
-        low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-    first = math.ceil(low / step - 1e-9)
-    ticks: list[float] = []
-    while (first + len(ticks)) * step <= high + 1e-9 * step:
-        ticks.append((first + len(ticks)) * step)
-    return Axis(low, high, tuple(ticks))
+    ticks = [*map(float, ticker.MaxNLocator(count, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high))]
+    if tight:
+        return Axis(low, high, tuple(tick for tick in ticks if low <= tick <= high))
+    return Axis(ticks[0], ticks[-1], tuple(ticks))
 
 
 def vertical(ys: Sequence[float], from_zero: bool) -> Axis:
