@@ -16,7 +16,6 @@ import tfdist
 from tfdist.checkpoints import files
 from tfdist.errors import Interrupted
 from tfdist.keras_bridge import layer_state, optimizer_update, preconditions
-from tfdist.trainer.agreement import NOTHING_DUE, Decisions, SlowWorkers, StepsPerCallTuner
 from tfdist.trainer.callbacks import needs_every_batch
 from tfdist.trainer.plan import FitOptions
 
@@ -142,65 +141,6 @@ def test_a_loss_that_is_not_finite(connect):
         tfdist.fit(model, x, y, batch_size=8, verbose=0)
     history = tfdist.fit(model, x, y, batch_size=8, epochs=5, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()])
     assert history.epoch == [0], "Keras' callback ends the training in its own way"
-
-
-@pytest.mark.whole
-def test_the_update_with_the_first_bad_loss_is_named(connect):
-    for steps_per_call in (1, 4, 6):
-        model = small(connect(2))
-        x, y = training_cases.images(48)
-        x[8 * 3 + 1] = np.inf
-        with pytest.raises(tfdist.TrainingError, match=r"since update 4 \(epoch 1\)"):
-            tfdist.fit(
-                model,
-                x,
-                y,
-                distribution=connect(2),
-                batch_size=8,
-                shuffle=False,
-                verbose=0,
-                steps_per_call=steps_per_call,
-            )
-
-
-def test_calls_are_longer_where_workers_take_long_to_agree():
-    near, far = StepsPerCallTuner(None), StepsPerCallTuner(None)
-    for between in (0.03, 0.04, 5.0, 0.03):  # a callback may take long now and then
-        near.record(0.04 * near.updates, near.updates, full=True, between=0.002)
-        far.record(0.04 * far.updates, far.updates, full=True, between=between)
-    assert (near.updates, far.updates) == (5, 15)
-
-
-@pytest.mark.parametrize("spent, words", [
-    ([(0, 1), (0.3, 1.1)], ""),
-    ([(0, 1), (1, 1)], "worker 1 (b) takes 2.0 times as long as the others, mostly for its input: they wait"),
-    ([(0, 1.5), (0, 1), (0.1, 2.9), (0, 1)], "worker 2 (c) takes 3.0 times as long as the others, mostly for its com"),
-    ([(0, 1), ()], ""),
-])  # fmt: skip
-def test_a_worker_for_which_the_others_wait_is_named_once(spent, words):
-    workers = SlowWorkers("abcd"[: len(spent)])
-    said = [workers.record(Decisions(2.0, 0.0, NOTHING_DUE, spent)) for _ in range(70)]
-    assert [at for at, line in enumerate(said) if line] == [29] * bool(words), "after a minute of calls"
-    assert words in "".join(said)
-
-
-@pytest.mark.parametrize(
-    "callback, looks",
-    [
-        (keras.callbacks.EarlyStopping(), False),
-        (keras.callbacks.ModelCheckpoint("x.keras"), False),
-        (keras.callbacks.ModelCheckpoint("x.keras", save_freq=5), True),
-        (keras.callbacks.TerminateOnNaN(), False),
-        (keras.callbacks.LambdaCallback(on_epoch_end=print), False),
-        (keras.callbacks.LambdaCallback(on_train_batch_end=print), True),
-        (Spy(), True),
-        (tfdist.Callback(), False),
-        (type("Looks", (tfdist.Callback,), {"on_train_batch_end": print})(), True),
-        (type("Content", (tfdist.Callback,), {"on_train_batch_end": print, "takes_many_updates": True})(), False),
-    ],
-)
-def test_only_callbacks_that_look_at_batches_cost_calls(callback, looks):
-    assert needs_every_batch(callback) is looks
 
 
 def test_hooks_patched_into_keras_look_at_batches(monkeypatch):
@@ -653,15 +593,6 @@ def test_a_metric_that_returns_a_python_number(connect):
     model = small(connect(1), metrics=[one])
     x, y = training_cases.images(48)
     assert tfdist.evaluate(model, x, y, verbose=0)["one"] == model.evaluate(x, y, verbose=0)[1] == 1.0
-
-
-@pytest.mark.whole
-def test_many_trainings_in_one_process_bring_no_warning_of_retracing(connect, caplog):
-    x, y = training_cases.images(48)
-    for _ in range(6):
-        tfdist.fit(small(connect(1)), x, y, batch_size=16, epochs=2, verbose=0)
-    tf.get_logger().warning("of others")
-    assert [r.getMessage() for r in caplog.records if r.name == "tensorflow"] == ["of others"]
 
 
 def test_connect_refuses_what_it_does_not_know(connect):
