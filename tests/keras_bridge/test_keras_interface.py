@@ -15,7 +15,7 @@ from support import training_cases
 import tfdist
 from tfdist.checkpoints import files
 from tfdist.errors import Interrupted
-from tfdist.keras_bridge import layer_state, optimizer_update, preconditions
+from tfdist.keras_bridge import optimizer_update, preconditions
 from tfdist.trainer.callbacks import needs_every_batch
 from tfdist.trainer.plan import FitOptions
 
@@ -323,12 +323,6 @@ def test_updates_per_call_change_nothing(steps_per_call, connect):
     assert histories[0].history == histories[1].history, "to the last bit"
 
 
-def test_progress_is_printed_as_by_keras(connect, capsys):
-    fit(small(connect(1)), connect(1), verbose=2, epochs=2)
-    out = capsys.readouterr().out
-    assert "Epoch 2/2" in out and "accuracy: " in out
-
-
 @pytest.mark.parametrize(
     "kwargs, message",
     [
@@ -446,17 +440,6 @@ def test_layers_see_the_batches_of_the_user_alone(replicas, connect):
         method(model, x, y, batch_size=8, epochs=2, verbose=0, **options)
         counts.append(float(layer.calls.numpy()))
     assert counts == [6.0, 6.0]
-
-
-def test_frozen_weights_are_not_copied_to_keep_them(connect, monkeypatch):
-    """They may be gigabytes, and no look at shapes changes them; what a layer counts is kept."""
-    copied, unchanged = [], layer_state.unchanged
-    monkeypatch.setattr(layer_state, "unchanged", lambda variables: copied.extend(variables) or unchanged(variables))
-    frozen, counting = L.Dense(6, trainable=False), CountsAllCalls()
-    model = keras.Sequential([keras.Input((4, 4, 1)), L.Flatten(), frozen, counting, L.Dense(5)])
-    fit(training_cases.compiled(model), connect(1))
-    assert {id(counting.calls)} <= {id(v) for v in copied}
-    assert not {id(v) for v in frozen.variables} & {id(v) for v in copied}
 
 
 def test_a_model_that_runs_eagerly_on_several_workers_is_refused(connect):
@@ -802,19 +785,6 @@ def test_a_late_metric_that_hands_on_other_shapes():
     options = dict(batch_size=24, epochs=3, shuffle=False, verbose=0)
     ours = trained(lambda model: tfdist.fit(model, x, y, **options))
     np.testing.assert_allclose(ours, trained(lambda model: model.fit(x, y, **options)), rtol=1e-5)
-
-
-def test_a_level_that_is_set_before_tfdist_is_loaded_stays(run, tmp_path):
-    (tmp_path / "quiet.py").write_text(
-        "import logging, tfdist\n"
-        "logging.getLogger('tfdist').setLevel('WARNING')\n"
-        "logging.getLogger('tfdist').addHandler(logging.NullHandler())\n"
-        "tfdist.connect\n"
-        "from tfdist.config.messages import aside, logger\n"
-        "logger.info('no'), logger.warning('yes'), aside.warning('beside')\n"
-    )
-    done = run("quiet", real=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "tfdist: yes\n", "tfdist: beside\n")
 
 
 def simple(distribution=None):
