@@ -340,16 +340,6 @@ def test_exit_codes():
     assert results.exit_code(rows(row("mirrored 2"), row("horovod 2", None, "", status="failed"))) == 1
 
 
-def test_figures_of_a_run_with_and_without_the_time():
-    result = {"examples_per_second": 5.0, "history": {"loss": [1.0, None]}, "evaluation": {"f1": [0.5, 1.0]}}
-    assert results.measured(result, {})["time"] == {}
-    assert results.measured(result, {})["evaluation"] == {"f1[0]": 0.5, "f1[1]": 1.0}
-    result["time"] = {"input": 1.0, "compute": 3.0, "all_reduce": None, "python": 0.0, "later": 9.0}
-    assert results.measured(result, {})["time"] == {"input": 0.25, "compute": 0.75, "all_reduce": None, "python": 0.0}
-    result["time"] = None
-    assert results.measured(result, {})["time"] == {}
-
-
 # The runs as processes.
 
 CPU, GPUS = trial.Hardware(4), trial.Hardware(8, ("0", "2", "3"))
@@ -367,23 +357,6 @@ def test_commands_on_gpus():
     assert trials[1].shell().startswith("env CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,2 ")
     assert not any("--threads" in t.shell() or "--virtual_devices" in t.shell() for t in trials)
     assert GPUS.default_replicas(1) == (2, 3) and trial.Hardware(8, ("0",)).default_replicas(1) == (1,)
-
-
-def test_gpus_are_those_of_the_driver(driver):  # noqa: F811
-    lines = [f"{n}, GPU-{n}, 0, 16000, {100 * n}, 15000, 550.1, Tesla T4" for n in range(4)]
-    driver(printing("\n".join(lines)))
-    assert trial.find_hardware("1,3", {}).gpus == ("1", "3")
-    assert trial.find_hardware("idle:2", {}).gpus == ("0", "1")
-    assert trial.find_hardware("all", {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}).gpus == ("MIG-a", "MIG-b")
-    assert trial.find_hardware("none", {}).gpus == ()
-
-
-def test_no_horovod_is_a_reason(monkeypatch):
-    util = trial.horovod_install.importlib.util
-    find = util.find_spec
-    monkeypatch.setattr(util, "find_spec", lambda n: None if n == "horovod" else find(n))
-    made = trial.make(settings(("horovod",), (2,), 1, CPU), "horovod", 2, pathlib.Path("w"), [])
-    assert made.unavailable == "Horovod is not installed: run python -m tfdist.horovod_build"
 
 
 def one(folder, code, name="default 1"):

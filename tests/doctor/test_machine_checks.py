@@ -101,6 +101,3 @@ def test_addresses_that_are_not_ours(port, monkeypatch):
     one(checks.port_here("192.0.2.1", port), "fail", "(cannot assign requested address)", "an address of this host")
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     one(checks.port_here("h1", port), "fail", "cannot be used (name or service not known)", "an address of this host")
-
-
-ADDRESSES = ("a:1", "b:2")

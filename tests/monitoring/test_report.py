@@ -133,44 +133,6 @@ def test_what_happened_to_a_run(tmp_path):
     assert "update 0 and left out 0, 1." in text and "10, 11 and 8 more." in text and "610" not in text
 
 
-FILES = ("experiment.json", "environment.json", "result.json", "history.jsonl", "timeline.jsonl")
-SAMPLES = [{"mark": 7}, {"mark": "new"}, {"seconds": 1, "gpus": 3}, {"seconds": "x", "gpus": [1, {}]}, {"updates": 9}]
-ODD = {
-    "nothing at all": lambda f: [(f / name).unlink() for name in FILES],
-    "no timeline and no time": lambda f: [
-        (f / FILES[4]).unlink(),
-        put(f, FILES[2], {k: v for k, v in RESULT.items() if k != "time"}),
-    ],
-    "only NaN": lambda f: put(f, FILES[3], [{"epoch": 1, "updates": 30, "loss": None, "val_loss": None}]),
-    "a single epoch": lambda f: [
-        put(f, FILES[3], [{"epoch": 1, "updates": 1, "seconds": 0.0, "loss": 0.0}]),
-        (f / FILES[4]).unlink(),
-    ],
-    "broken JSON": lambda f: [(f / name).write_bytes(b'{"a": \xff\n[1\n"x"\n') for name in FILES],
-    "other types": lambda f: [put(f, name, [[1], 2, None]) for name in FILES],
-    "strange values": lambda f: [
-        put(f, FILES[2], dict.fromkeys(RESULT, "text")),
-        put(f, FILES[3], [{"epoch": 1, "updates": 3}, {"epoch": 2, "loss": "x"}, {"rollback": {}}, {"epoch": "x"}]),
-        put(f, FILES[4], SAMPLES),
-    ],
-    "nested strangely": lambda f: [
-        put(f, FILES[2], {k: [{"x": None}] for k in RESULT}),
-        put(f, FILES[1], {"hosts": 3, "gpus": [4], "flags": 1}),
-    ],
-    "failed before the first epoch": lambda f: [
-        (f / FILES[3]).unlink(),
-        put(f, FILES[2], RESULT | {"status": "failed", "evaluation": {}, "examples_per_second": None}),
-    ],
-}
-
-
-@pytest.mark.parametrize("case", ODD)
-def test_odd_run_folders(case, tmp_path):
-    folder = full(tmp_path / "a", samples=20)
-    ODD[case](folder)
-    assert "<h2>Environment</h2>" in render(folder)
-
-
 def test_a_value_that_is_not_finite_is_a_gap_and_is_said(tmp_path):
     folder = full(tmp_path, samples=3)
     line = lambda i, loss: {"epoch": i, "updates": 30 * i, "seconds": i, "loss": loss}
@@ -217,22 +179,6 @@ def test_what_a_rollback_has_undone_is_not_drawn(tmp_path):
     line = re.search(r"data-lines=\"([^\"]*)\"", page[max(0, page.index("<b>Loss") - 9999) :])
     drawn = json.loads(html.unescape(line[1]))[0]
     assert drawn["x"] == [10, 20, 30, 50]
-
-
-def test_the_first_calls_are_no_share_of_the_time_and_smoothing_is_named(tmp_path):
-    rows = [(None, 0.0), (10.0, 0.9), (20.0, 0.1)]
-    timeline = [
-        {"updates": i, "seconds": i, "loss": 1.0, "examples_per_second": r, "python": p}
-        for i, (r, p) in enumerate(rows)
-    ]
-    put(tmp_path, "timeline.jsonl", timeline)
-    put(tmp_path, "experiment.json", {"train": {"label_smoothing": 0.1}})
-    page = render(tmp_path)
-    drawn = [
-        line for found in re.findall(r"data-lines=\"([^\"]*)\"", page) for line in json.loads(html.unescape(found))
-    ]
-    assert [line["y"] for line in drawn if line["n"] == "Python"] == [[None, None, 10.0]]
-    assert "label smoothing 0.1" in page
 
 
 # -- writing it -------------------------------------------------------------
