@@ -252,14 +252,8 @@ def test_another_secret(member, master):
 
 
 STRANGERS = [
-    b"",
-    b"GET / HTTP/1.0\r\n\r\n",
-    b'{"nonce": "half',
-    b"{}\n",
-    b"[]\n",
-    b"\xff\x00",
-    b'{"nonce": 1, "proof": 2}\n',
-]
+    b"", b"GET / HTTP/1.0\r\n\r\n", b'{"nonce": "half', b"{}\n", b"[]\n", b"\xff\x00", b'{"nonce": 1, "proof": 2}\n',
+]  # fmt: skip
 
 
 def strangers(port):
