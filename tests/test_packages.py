@@ -9,19 +9,9 @@ import pytest
 from conftest import REPOSITORY
 
 LIBRARIES = [
-    "errors",
-    "config",
-    "cluster",
-    "distributed",
-    "data",
-    "keras_bridge",
-    "models",
-    "step",
-    "checkpoints",
-    "verification",
-    "trainer",
-    "monitoring",
-]
+    "errors", "config", "cluster", "distributed", "data", "keras_bridge", "models", "step", "checkpoints",
+    "verification", "trainer", "monitoring",
+]  # fmt: skip
 """The packages below the commands, from the bottom up: each may import from those before it."""
 MAY_IMPORT = {
     **{package: LIBRARIES[:i] for i, package in enumerate(LIBRARIES) if i},

@@ -22,15 +22,8 @@ SPECIMENS = {
     "name": ["digits", "a-b.c"],
     "seed": ["7"],
     "data.name": [
-        "digits",
-        "synthetic",
-        "csv:t.csv",
-        "image_folder:.",
-        "tfrecord:*.tfrecord",
-        "webdataset:{0..3}.tar",
-        "text:*.txt",
-        "numpy:a.npz",
-        "parquet:t",
+        "digits", "synthetic", "csv:t.csv", "image_folder:.", "tfrecord:*.tfrecord", "webdataset:{0..3}.tar",
+        "text:*.txt", "numpy:a.npz", "parquet:t",
     ],
     "data.train_split": ["train[:100]", "train[10%:20%]"],
     "data.eval_split": ["test[:50]", "train[-5%:]"],
@@ -68,7 +61,7 @@ SPECIMENS = {
     "--strategy": runtime_options.STRATEGIES,
     "--resume": runtime_options.RESUME,
     "--virtual_devices": ["2", "3"],
-}
+}  # fmt: skip
 """Values that fit, of the fields and flags whose type does not tell."""
 TINY = ("--config.model.name=mlp", "--config.train.epochs=0", "--config.train.steps=2", "--dry_run")
 """What comes first, so that what is drawn by chance and fits is over soon; a drawn value of the same flag wins."""

@@ -166,13 +166,9 @@ def a_folder_of_images(images, on_error, size):
 
 
 test_an_image, test_any_images = adversary.few_and_many(
-    1,
-    150,
-    a_folder_of_images,
-    images=st.lists(IMAGES, min_size=1, max_size=3),
-    on_error=st.sampled_from(config.CHOICES["data.on_error"]),
-    size=st.sampled_from(["", "4", "4x6"]),
-)
+    1, 150, a_folder_of_images, images=st.lists(IMAGES, min_size=1, max_size=3),
+    on_error=st.sampled_from(config.CHOICES["data.on_error"]), size=st.sampled_from(["", "4", "4x6"]),
+)  # fmt: skip
 
 
 # -- TFRecord files ---------------------------------------------------------------------
@@ -235,15 +231,10 @@ def a_record_file(content, options, **data):
 
 
 test_some_record_files, test_any_record_file = adversary.few_and_many(
-    2,
-    500,
-    a_record_file,
-    content=record_files(),
-    options=RECORD_OPTIONS,
-    on_error=st.sampled_from(config.CHOICES["data.on_error"]),
-    image_size=st.sampled_from(["", "4"]),
+    2, 500, a_record_file, content=record_files(), options=RECORD_OPTIONS,
+    on_error=st.sampled_from(config.CHOICES["data.on_error"]), image_size=st.sampled_from(["", "4"]),
     cache=st.sampled_from(["auto", "stream"]),
-)
+)  # fmt: skip
 
 
 # -- text ---------------------------------------------------------------------------
@@ -264,12 +255,9 @@ def a_text(content, options):
 
 
 test_some_texts, test_any_text = adversary.few_and_many(
-    10,
-    700,
-    a_text,
-    content=TEXTS,
+    10, 700, a_text, content=TEXTS,
     options=st.one_of(st.sampled_from(["", "length=16", "length=1", "length=100000"]), adversary.mutated("length=16")),
-)
+)  # fmt: skip
 
 
 # -- arrays and Parquet ---------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import errno
 import itertools
-import os
 import pathlib
 import random
 import shutil
@@ -724,34 +722,6 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_training(connect, tmp
     assert "training goes on, the one of update 10 is kept; free or repair" in said[0]
     assert said[1] == "WARNING: the last 2 checkpoints could not be written"  # which is not said of each of them
     files_lib.verify(tmp_path / "elsewhere" / "10")
-
-
-FULL = "{{function_node __wrapped__SaveV2_dtypes_1_device_/job:localhost}} %s/7.part/x-0; No space left on device"
-
-
-def test_a_full_disk_is_said_once_in_short_and_then_counted(monkeypatch, tmp_path, said):
-    written, folder = [], tmp_path / "checkpoints"
-
-    def write(folder, update, state, tensors, publish):
-        if update < 4:
-            raise tf.errors.ResourceExhaustedError(None, None, f"{FULL % folder} [Op:SaveV2] name: {update}")
-        if update < 6:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), f"{folder}/{update}")
-        written.append(update)
-        return folder / str(update)
-
-    monkeypatch.setattr(files_lib, "write", write)
-    writer = Checkpoints(folder, keep=3)
-    for update in range(1, 8):
-        writer.start({"position": {"update": update}, "best": {"update": None}}, {})
-        writer.wait()
-    after = "training goes on, there is none; free or repair"
-    assert said == [
-        f"WARNING: the checkpoint after update 1 could not be written (No space left on device): {after} {folder}",
-        f"WARNING: the checkpoint after update 4 could not be written (read-only file system): {after} {folder}",
-        "checkpoints are written again; 5 before update 6 were not",
-    ]
-    assert (writer.failure, written) == ("", [6, 7])
 
 
 def test_what_is_held_in_memory_is_written_by_a_thread_that_is_waited_for(tmp_path, monkeypatch, said):

@@ -91,13 +91,6 @@ def test_a_crowd_from_one_address_makes_room_itself(door):
         assert eight.guest()[1] == "127.0.0.2"
 
 
-def test_why_somebody_was_turned_away(door):
-    one = door(8)
-    with pytest.raises(wire.WireError, match="does not know the secret"):
-        wire.connect(*one.at, "guess")
-    assert one.stranger() == ("127.0.0.1", "it does not know the secret of this job")
-
-
 SHORT_OF_DESCRIPTORS = """
 import json, os, resource, sys
 from tfdist.cluster import wire

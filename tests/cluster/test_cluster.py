@@ -450,50 +450,6 @@ def test_a_frozen_value_with_a_chief():
 
 
 @pytest.mark.parametrize(
-    "host, port, address",
-    [
-        ("node1", 1, "node1:1"),
-        ("node_1.example.com.", 65535, "node_1.example.com.:65535"),
-        ("10.0.0.1", 29500, "10.0.0.1:29500"),
-        ("::1", 29500, "[::1]:29500"),
-        ("fe80::1%eth0", 29500, "[fe80::1%eth0]:29500"),
-    ],
-)
-def test_join_and_split(host, port, address):
-    assert addresses.join(host, port) == address
-    assert addresses.split(address) == (host, port)
-
-
-def test_join_takes_brackets():
-    assert addresses.join("[::1]", 2) == "[::1]:2"
-
-
-@pytest.mark.parametrize(
-    "host, port, message",
-    [
-        ("", 1, "host= is not a host name or IP address: correct it"),
-        ("a:b", 1, "host=a:b is not a host name or IP address"),
-        ("-a", 1, "host=-a is not a host name"),
-        ("[a]", 1, "host=[a] is not a host name"),
-        ("a", 0, "port=0 is not a port: use a number from 1 to 65535"),
-        ("a", 65536, "port=65536 is not a port"),
-        ("a", -1, "port=-1 is not a port"),
-    ],
-)
-def test_join_refuses(host, port, message):
-    with refused(re.escape(message)):
-        addresses.join(host, port)
-
-
-@pytest.mark.parametrize(
-    "address", ["", ":1", "a", "a:", "a:b", "a:0", "a:65536", "::1:1", "[::1]", "[::1:1", "::1]:1", "[]:1", "a b:1"]
-)
-def test_split_refuses(address):
-    with pytest.raises(UserError, match=r"^--master=.* is not (host:port|a port|a host name)"):
-        addresses.split(address, "--master")
-
-
-@pytest.mark.parametrize(
     "hosts, expected",
     [
         # The first of those to which `scontrol show hostnames` expands them; it knows no text after a bracket.
@@ -511,14 +467,6 @@ def test_split_refuses(address):
 )
 def test_the_first_of_a_host_list(hosts, expected):
     assert addresses.first_host(hosts) == expected
-
-
-@pytest.mark.parametrize(
-    "hosts", ["", "n[", "n]", "n[1", "n[]", "n[1-]", "n[-2]", "n[a-b]", "n[1,,2]", "[[1]]", "n 1", "n[1 -2]"]
-)
-def test_what_is_no_host_list(hosts):
-    with pytest.raises(UserError, match=r"^host list=.* is not a host list such as"):
-        addresses.first_host(hosts)
 
 
 @pytest.mark.parametrize("spread, tasks", [("999999(x999999),1(x999999)", "2000000000000"), ("9(x99999)", "899991")])

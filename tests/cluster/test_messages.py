@@ -4,16 +4,14 @@ import copy
 import hmac
 import json
 import math
-import os
 import selectors
 import socket
 import threading
 
 import pytest
 
-from tfdist.cluster import registration, standard_error, watch, wire
+from tfdist.cluster import registration, watch, wire
 from tfdist.cluster.watch import Watch
-from tfdist.errors import printable, shown
 from tfdist.launch import node_agent
 from tfdist.launch.worker_process import Events
 
@@ -144,56 +142,7 @@ def test_what_differs_is_printed_escaped():
     assert problem.isprintable() and "in \\x1b[3m: 1" in problem
 
 
-def test_lines_about_strangers_come_to_an_end():
-    registrar = registration.Registrar(wire.listen("127.0.0.1", 0), "", "node")
-    for i in range(50):
-        registrar._reject(f"10.0.0.{i}", "it does not speak tfdist's protocol")
-    first = registrar.rejections()
-    registrar._reject("10.0.1.1", "another reason")
-    registrar.close()
-    assert len(first) == registration._MOST_REJECTIONS + 1 and "without a line" in first[-1]
-    assert registrar.rejections() == []
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("h\u00e9llo w\u00f6rld", "h\u00e9llo w\u00f6rld"),
-        ("a\tb", "a   b"),
-        ("\x1b[31mred\r\n\x00", "\\x1b[31mred\\r\\n\\x00"),
-        ("\u202eabc\ud800", "\\u202eabc\\ud800"),
-        ("x" * 20, "xxxxxxx..."),
-    ],
-)
-def test_printable(text, expected):
-    longest = 10 if text[0] == "x" else 300
-    assert printable(text, longest) == expected
-
-
-def test_shown():
-    """What a person has given comes back fit for a terminal, and cut where neither the fault nor the advice is."""
-    assert shown("--name=\x1b[2J\nx is wrong") == "--name=\\x1b[2J\\nx is wrong"
-    line = shown(f"--name={'x' * 20000} is wrong: correct it")
-    assert line.startswith("--name=xxx") and "...[18,028 characters]..." in line
-    assert line.endswith("x is wrong: correct it") and len(line) < 2100
-
-
 # -- last words -----------------------------------------------------------------
-
-
-def test_last_words_are_seen_while_standard_error_is_kept_back(capfd):
-    """As while TensorFlow is imported, when the chief may be killed."""
-    watch = Watch(1, ("h", "i"), {}, 10, 10)
-    watch.failure = "lost worker 0 (h): its process ended"
-    with standard_error.kept() as file:
-        os.write(2, b"noise\n")
-        with standard_error.kept():
-            watch.print_failure()
-        file.seek(0)
-        assert file.read() == b"noise\n"
-    os.write(2, b"later\n")
-    standard_error.write("directly\n")
-    assert capfd.readouterr().err == f"tfdist: failed: {watch.failure}\nlater\ndirectly\n"
 
 
 def test_a_secret_may_be_any_bytes():

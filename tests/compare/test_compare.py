@@ -14,14 +14,13 @@ import matplotlib.image
 import numpy as np
 import pytest
 from conftest import REPOSITORY
-from rich.console import Console
 from support import many_commands, processes
 from support.launchers import TIMEOUT_S, Launcher, marked
 from support.nvidia_drivers import driver, printing  # noqa: F401  driver is a fixture
 
 from tfdist import config
 from tfdist.checkpoints import run_folder
-from tfdist.compare import presentation, results, runner, trial
+from tfdist.compare import results, runner, trial
 from tfdist.config.runtime_options import Environment
 from tfdist.errors import TrainingError, UserError
 from tfdist.train import __main__ as train
@@ -341,49 +340,6 @@ def test_exit_codes():
     assert results.exit_code(rows(row("mirrored 2"), row("horovod 2", None, "", status="failed"))) == 1
 
 
-def test_figures_of_a_run_with_and_without_the_time():
-    result = {"examples_per_second": 5.0, "history": {"loss": [1.0, None]}, "evaluation": {"f1": [0.5, 1.0]}}
-    assert results.measured(result, {})["time"] == {}
-    assert results.measured(result, {})["evaluation"] == {"f1[0]": 0.5, "f1[1]": 1.0}
-    result["time"] = {"input": 1.0, "compute": 3.0, "all_reduce": None, "python": 0.0, "later": 9.0}
-    assert results.measured(result, {})["time"] == {"input": 0.25, "compute": 0.75, "all_reduce": None, "python": 0.0}
-    result["time"] = None
-    assert results.measured(result, {})["time"] == {}
-
-
-def test_long_rows_fit_into_80_columns(capsys, tmp_path):
-    spent = {"input": 0.055, "compute": 1.0, "all_reduce": None, "python": 0.1234}
-    figures = dict(
-        time=spent,
-        peak_memory_bytes=123456789012,
-        seconds_to_first_update=1234.56,
-        oversubscribed=True,
-        others_busy=1.5,
-    )
-    evaluation = dict(evaluation={"loss": 0.5, "accuracy": 0.98}, evaluation_difference={"accuracy": -0.0012})
-    long = row(
-        "multi_worker 16",
-        12345678.9,
-        variable="block_3/attention/query/kernel",
-        speedup=12.5,
-        efficiency=0.78,
-        **figures,
-        **evaluation,
-    )
-    gone = row("horovod 2", None, "", status="unavailable", reason="Horovod is not installed: " + "word " * 30)
-    presentation.show(Console(width=80), [ONE, long, gone], "settings", ["verdict " * 30])
-    out = capsys.readouterr().out
-    assert all(len(line) <= 80 for line in out.splitlines()) and out.isascii()
-    cells = ["multi_worker 16", "12,345,679", "12.50", "0.78*", "1234.6", "123.5", "6%", "100%", "-", "12%"]
-    assert presentation.speed([long]) == [cells]
-    printed = next(line for line in out.splitlines() if "12,345,679" in line)
-    assert printed.split() == " ".join(cells).split()
-    assert "accuracy 0.9800 (-0.0012)" in presentation.agreement([long])[0]
-    assert "horovod 2: unavailable: Horovod is not installed" in out
-    presentation.draw(tmp_path / "x.png", "title", [ONE, long, gone], "caption")
-    assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
-
-
 # The runs as processes.
 
 CPU, GPUS = trial.Hardware(4), trial.Hardware(8, ("0", "2", "3"))
@@ -391,37 +347,6 @@ CPU, GPUS = trial.Hardware(4), trial.Hardware(8, ("0", "2", "3"))
 
 def settings(strategies, replicas, threads, machine):
     return trial.Settings(strategies, replicas, threads, "auto", "none", 60.0, machine)
-
-
-def test_commands_on_a_cpu():
-    strategies = ("default", "mirrored", "multi_worker", "horovod")
-    trials = trial.plan(settings(strategies, (1, 2), 1, CPU), pathlib.Path("w"), ["--x=1"])
-    assert [(t.name, t.threads) for t in trials] == [
-        ("default 1", 1),
-        ("default, 4 cores", 4),
-        ("mirrored 2", 1),
-        ("multi_worker 1", 1),
-        ("multi_worker 2", 1),
-        ("horovod 1", 1),
-        ("horovod 2", 1),
-    ]
-    by_name = {t.name: t.shell() for t in trials}
-    given = "--check_agreement=off --x=1"
-    python, tail = f"{sys.executable} -m tfdist.", "--threads=1 --devices=none"
-    assert by_name["default, 4 cores"] == (
-        f"{python}train --strategy=default {given} --workdir=w/default-4-cores --threads=4 --devices=none"
-    )
-    assert by_name["mirrored 2"] == (
-        f"{python}train --strategy=mirrored {given} --workdir=w/mirrored-2 {tail} --virtual_devices=2"
-    )
-    assert by_name["multi_worker 2"] == (
-        f"{python}launch --nnodes=1 --nproc_per_node=2 -- --strategy=multi_worker {given} "
-        f"--workdir=w/multi_worker-2 {tail}"
-    )
-    assert by_name["horovod 2"].endswith(
-        f"horovodrun -np 2 {python}train --strategy=horovod {given} --workdir=w/horovod-2 {tail}"
-    )
-    assert (CPU.default_replicas(1), CPU.default_replicas(2), CPU.default_replicas(4)) == ((2, 4), (2,), (2,))
 
 
 def test_commands_on_gpus():
@@ -432,23 +357,6 @@ def test_commands_on_gpus():
     assert trials[1].shell().startswith("env CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,2 ")
     assert not any("--threads" in t.shell() or "--virtual_devices" in t.shell() for t in trials)
     assert GPUS.default_replicas(1) == (2, 3) and trial.Hardware(8, ("0",)).default_replicas(1) == (1,)
-
-
-def test_gpus_are_those_of_the_driver(driver):  # noqa: F811
-    lines = [f"{n}, GPU-{n}, 0, 16000, {100 * n}, 15000, 550.1, Tesla T4" for n in range(4)]
-    driver(printing("\n".join(lines)))
-    assert trial.find_hardware("1,3", {}).gpus == ("1", "3")
-    assert trial.find_hardware("idle:2", {}).gpus == ("0", "1")
-    assert trial.find_hardware("all", {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}).gpus == ("MIG-a", "MIG-b")
-    assert trial.find_hardware("none", {}).gpus == ()
-
-
-def test_no_horovod_is_a_reason(monkeypatch):
-    util = trial.horovod_install.importlib.util
-    find = util.find_spec
-    monkeypatch.setattr(util, "find_spec", lambda n: None if n == "horovod" else find(n))
-    made = trial.make(settings(("horovod",), (2,), 1, CPU), "horovod", 2, pathlib.Path("w"), [])
-    assert made.unavailable == "Horovod is not installed: run python -m tfdist.horovod_build"
 
 
 def one(folder, code, name="default 1"):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -45,14 +44,6 @@ def test_a_cpu_without_avx2_is_left_to_tensorflow(monkeypatch):
     environ = {}
     cpu_kernels.ask_for("auto", environ)
     assert environ == {}
-
-
-def test_cpu_flags(tmp_path):
-    flags, written = cpu_kernels.cpu_flags.__wrapped__, tmp_path / "cpuinfo"
-    written.write_text("processor\t: 0\nflags\t\t: fpu avx2\n\nflags : fpu\n")
-    assert flags(written) == {"fpu", "avx2"}
-    written.write_text("processor : 0\nFeatures : fp asimd\n")  # as on ARM
-    assert flags(written) == {"fp", "asimd"} and flags(tmp_path / "none") == set()
 
 
 CONNECTED = """
@@ -110,12 +101,6 @@ def test_nan_is_not_lost_in_a_relu(connect):
     dense = tf.function(lambda x: tf.nn.relu(tf.nn.bias_add(x @ tf.ones((8, 2)), bias)))
     convolution = tf.function(lambda x: tf.nn.relu(tf.nn.bias_add(tf.nn.conv2d(x, ones, 1, "SAME"), bias)))
     assert np.isnan(dense(tf.reshape(images, (16, 8)))).all() and np.isnan(convolution(images)).all()
-
-
-def test_an_unknown_kind(run):
-    done = run("tfdist.train", "--cpu_kernels=mkl")
-    assert done.returncode == 2
-    assert re.search("tfdist: error: .*--cpu_kernels.*mkl.*auto.*onednn.*eigen", done.stderr)
 
 
 def test_a_resume_with_other_kernels_says_so(connect, said):

@@ -13,8 +13,7 @@ from conftest import REPOSITORY
 from support import processes
 
 from tfdist.config import messages
-from tfdist.config.commands import standard_streams
-from tfdist.errors import TrainingError, UserError
+from tfdist.errors import UserError
 from tfdist.inference.prediction_rows import OutputFile
 
 SAYS = (
@@ -96,33 +95,6 @@ def test_a_result_for_a_closed_standard_output_is_refused(monkeypatch):
         OutputFile("-").check()
 
 
-def test_the_disk_has_room_again(monkeypatch):
-    """What was kept back comes with the next words."""
-    written = []
-
-    class Disk:
-        room = False
-
-        def write(self, text):
-            written.append(text)
-            return len(text)
-
-        def flush(self):
-            if not self.room:
-                raise OSError(28, "No space left on device")
-
-    disk = Disk()
-    monkeypatch.setattr(sys, "stdout", disk)
-    with standard_streams.secured():
-        with pytest.raises(TrainingError):
-            print("a", flush=True)
-        standard_streams.dispensable()
-        print("b", flush=True)
-        disk.room = True
-        print("c", flush=True)
-    assert sys.stdout is disk and "".join(written) == "a\nb\nc\n"
-
-
 ODD = ["plain", "a b", "", "it's", "\x1b[31mred", "two\nlines\\n'", "b\udcff", "\u202eright", "tüv"]
 
 
@@ -131,18 +103,3 @@ def test_a_line_for_a_shell():
     assert line.isprintable()
     said = subprocess.run(["bash", "-c", line], capture_output=True, check=True).stdout
     assert said.decode(errors="surrogateescape").split("\0")[:-1] == ODD
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["tfdist.launch", "--dry_run", "--nproc_per_node=1", "--", "--workdir=\x1b[31mred"],
-        ["tfdist.compare", "--dry_run", "--strategies=mirrored", "--workdir=\x1b[31mred"],
-        ["tfdist.sweep", "--dry_run", "--over=train.epochs=1,2", "--workdir=\x1b[31mred"],
-    ],
-    ids=lambda words: words[0],
-)
-def test_commands_that_a_dry_run_prints(words, run):
-    done = run(*words)
-    assert done.returncode == 0, done.stderr
-    assert "\\x1b[31mred" in done.stdout and "\x1b" not in done.stdout

@@ -7,10 +7,10 @@ import keras
 import numpy as np
 import pytest
 from support.refusals import refused
-from support.source_columns import check_order, columns_of
+from support.source_columns import columns_of
 
 import tfdist
-from tfdist.data.sources import Arrays, Records
+from tfdist.data.sources import Arrays
 from tfdist.errors import UserError
 
 X = np.random.default_rng(0).normal(size=(20, 3))
@@ -48,14 +48,6 @@ def load(monkeypatch):
 def grains():
     grain = pytest.importorskip("grain")
     return grain.MapDataset.source(Source(lambda i: i)).map(lambda i: (X[i], Y[i]))
-
-
-@pytest.mark.parametrize("make", [lambda: Source(lambda i: (X[i], Y[i])), grains], ids=["items", "Grain"])
-def test_the_order_of_an_epoch_goes_on_at_any_update(make, load, said):
-    data = load(make())
-    assert isinstance(data.train, Records) and (data.spec.classes, data.spec.shape) == (4, (3,))
-    assert [line for line in said if line.startswith("reading 20 examples of users_own:data for their classes")]
-    check_order(data.train, X.astype("float32"), Y)
 
 
 def test_what_fits_is_held(load):

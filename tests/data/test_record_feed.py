@@ -12,7 +12,6 @@ from support.training_cases import all_same
 
 import tfdist
 from tfdist.data import sources
-from tfdist.data.arrays import ArrayFeed
 from tfdist.data.batch_layout import Layout, fetch
 from tfdist.data.records import RecordFeed, example_seeds
 from tfdist.trainer import evaluation
@@ -73,19 +72,6 @@ def test_same_batches_and_same_random_changes_for_any_number_of_workers(workers,
             np.testing.assert_array_equal(seeds, ~expected)
             for one, seed in zip(drawn, expected):
                 np.testing.assert_array_equal(one, tf.random.stateless_uniform([2], seed))
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("workers", [1, 3])
-def test_the_batches_are_those_of_arrays(workers, accumulate):
-    for layout in layouts(workers, accumulate):
-        table = ArrayFeed(sources.Arrays((np.arange(SIZE),)), layout, shuffle=5)
-        feed = RecordFeed(numbers(), layout, shuffle=5, seed=5)
-        for update in range(5):
-            (rows, _), count = taken(feed, layout, update)
-            (expected,), same = taken(table, layout, update)
-            np.testing.assert_array_equal(rows, expected)
-            assert count == same
 
 
 def test_it_continues_anywhere_and_reads_nothing_twice():

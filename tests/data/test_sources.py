@@ -97,33 +97,6 @@ def test_the_order_is_a_permutation_that_changes_with_seed_and_epoch_only():
     assert (one != sources.order(2, 0, 1000)).any()
 
 
-@pytest.mark.parametrize("replicas, accumulate", [(1, 1), (2, 1), (3, 1), (8, 1), (2, 3)])
-def test_batches_do_not_depend_on_the_number_of_replicas(replicas, accumulate):
-    source = sources.Arrays((np.arange(61),))
-    plain = ArrayFeed(source, Layout(24, 1, 1), shuffle=5)
-    split = ArrayFeed(source, Layout(24, replicas, accumulate), shuffle=5)
-    for update in (0, 1, 2, 3, 5):
-        for feed in (plain, split):
-            call = feed.next(update, 1)
-            assert call.last == call.first + 1
-        (_, rows, counts), (_, more, same) = plain.next(update, 1).feed, split.next(update, 1).feed
-        row = update % 3
-        assert counts[row] == same[row] == (24, 24, 13)[row]
-        real = int(counts[row])
-        assert (rows[row][:real].numpy() == more[row][:real].numpy()).all()
-        assert (rows[row][:real].numpy() >= 0).all() and (rows[row][real:].numpy() == -1).all()
-
-
-def test_a_run_continues_anywhere_from_its_update_number():
-    """Nothing but the number of updates made is needed to go on, so nothing is read again."""
-    source = sources.Arrays((np.arange(61),))
-    through = ArrayFeed(source, Layout(24, 2, 1), shuffle=5)
-    for update in range(7):
-        call = through.next(update, 1)
-        fresh = ArrayFeed(source, Layout(24, 2, 1), shuffle=5).next(update, 1)
-        assert (call.feed[1][call.first].numpy() == fresh.feed[1][fresh.first].numpy()).all()
-
-
 @pytest.mark.whole
 def test_runs_with_one_seed_are_the_same_to_the_bit(connect):
     def weights(seed):
@@ -539,33 +512,6 @@ def test_digits_that_do_not_exist(given, message):
 
 
 X9, Y9 = np.arange(18.0, dtype="float32").reshape(9, 2), np.arange(9, dtype="int32") % 3
-KINDS = {
-    "arrays": lambda: sources.Arrays((X9, Y9)),
-    "batches": lambda: sources.Batches(tf.data.Dataset.from_tensor_slices((X9, Y9)).batch(4)),
-    "records": lambda: sources.Records(
-        9, lambda rows: (tf.gather(X9, rows), tf.gather(Y9, rows)), lambda stored, seed: stored, labels=Y9
-    ),
-}
-
-
-def column(source, number):
-    """A column of all rows, in order."""
-    batches = list(source.decoded) if isinstance(source, sources.Batches) else [source.first_rows(9)]
-    return np.concatenate([batch[number] for batch in batches])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_answers_alike(kind):
-    source = KINDS[kind]()
-    np.testing.assert_array_equal(column(source, 0), X9)
-    np.testing.assert_array_equal(source.first_rows(4)[1][:4], Y9[:4])
-    x, y = source.spread_rows(3)
-    assert {tuple(row) for row in np.asarray(x)} <= {tuple(row) for row in X9} and len(y) >= 3
-    assert source.class_counts(3).tolist() == [3, 3, 3] and source.repeats_order() and not source.weighted
-    weighed = sources.weigh_classes(source, {1: 2.0})
-    assert weighed.weighted and column(weighed, 2).tolist() == [1, 2, 1] * 3
-    np.testing.assert_array_equal(column(sources.one_hot(source, 3), 1), np.eye(3)[Y9])
-    assert (source.size is None) == (kind == "batches") and (source.columns is None) == (kind != "arrays")
 
 
 def test_batches_that_change_their_order_are_noticed():

@@ -2,13 +2,11 @@
 
 import json
 import os
-import sys
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from support import processes
 
 import tfdist
 from tfdist.config import host_memory
@@ -148,13 +146,6 @@ def test_what_is_offered_is_taken_without_a_copy(tables):
     tables.close()
     assert loaded_lib.take(note) is None
     assert_same(taken, given)
-
-
-def test_another_process_takes_it(tables):
-    _, note = tables.offer(loaded())
-    program = f"from tfdist.data import loaded as s; print(s.take({note!r}).train.columns[0]['numbers'].sum())"
-    printed = processes.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert float(printed) == table(20_000).sum()
 
 
 def test_the_memory_of_somebody_else_is_not_taken(tables, tmp_path):

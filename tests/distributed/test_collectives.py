@@ -11,36 +11,9 @@ from support import processes, shipped, training_cases
 import tfdist
 from tfdist.config import schedule as schedule_lib
 from tfdist.config import validation
-from tfdist.distributed import collectives
 from tfdist.errors import TrainingError, UserError
 from tfdist.models import optimizers
 from tfdist.verification import replica_sync_check
-
-
-@pytest.mark.parametrize(
-    "bucket_bytes, sizes",
-    [
-        (0, [(5,), (1, 2), (3,), (1000,), (7,)]),
-        # From the last to the first: 20 + 8 bytes fit into 40, 28 more do not; float64 has a bucket of its own.
-        (40, [(1000,), (7,), (7,), (3,)]),
-        (1 << 20, [(1014,), (3,)]),
-    ],
-)
-def test_small_tensors_travel_together(bucket_bytes, sizes):
-    shapes = [((7,), "float32"), ((1000,), "float32"), ((3,), "float64"), ((1, 2), "float32"), ((5,), "float32")]
-    tensors = [tf.cast(tf.fill(shape, i + 1.0), dtype) for i, (shape, dtype) in enumerate(shapes)]
-    sent = []
-
-    def reduce(batch):
-        sent.extend(tuple(t.shape) for t in batch)
-        return [t * 2 for t in batch]
-
-    sums = collectives.bucketed(tensors, reduce, bucket_bytes)
-    for total, tensor in zip(sums, tensors, strict=True):
-        assert total.dtype == tensor.dtype
-        np.testing.assert_array_equal(total, 2 * tensor)
-    assert sorted(sent) == sorted(sizes)
-
 
 CASE = next(c for c in training_cases.CASES if c.name == "uneven tail")
 
@@ -173,20 +146,6 @@ def test_replicas_are_added_up_from_first_to_last(replicas, read, connect):
     for part in parts[1:]:
         expected = expected + part
     np.testing.assert_array_equal(total, expected)
-
-
-@pytest.mark.parametrize("add, order", [(collectives.sum_in_order, (0, 1, 2)), (tf.add_n, (2, 1, 0))])
-def test_only_ours_keeps_its_order(add, order):
-    """`tf.add_n` begins with the memory that it may reuse: if this changes, `sum_in_order` can go."""
-    values = [tf.constant(v, tf.float32) for v in np.random.default_rng(0).normal(size=(3, 1000))]
-
-    @tf.function
-    def call(values):
-        parts = [tf.tanh(v) for v in values]
-        return add(parts), parts[:2]
-
-    one, two, three = (tf.tanh(values[i]).numpy() for i in order)
-    np.testing.assert_array_equal(call(values)[0], one + two + three)
 
 
 WEIGHTED = """

@@ -1,6 +1,5 @@
 """`tfdist.connect` as cells of a notebook call it."""
 
-import logging
 import resource
 import socket
 import threading
@@ -11,7 +10,6 @@ from support.refusals import refused
 
 import tfdist
 from tfdist.config.runtime_options import PlacementOptions
-from tfdist.distributed import connect as connect_lib
 from tfdist.distributed import gpus, tf_devices
 from tfdist.distributed.strategies import multi_worker
 
@@ -21,22 +19,6 @@ def test_asked_again_it_returns_what_it_returned(connect):
     assert tfdist.connect("mirrored", virtual_devices=2) is two
     assert tfdist.connect("mirrored", virtual_devices=3) is not two
     assert tfdist.connect("mirrored", virtual_devices=2, jit="on") is not two
-
-
-def test_it_is_shown_in_a_line(connect):
-    assert repr(connect(1)) == "<Distribution default: 1 replica, here on CPU:0>"
-    assert repr(connect(2)) == "<Distribution mirrored: 2 replicas, here on CPU:0, CPU:1>"
-
-
-def test_it_is_logged_once(monkeypatch, said):
-    monkeypatch.setattr(connect_lib, "_CONNECTED", {})
-    for _ in range(2):
-        tfdist.connect("mirrored", virtual_devices=2)
-    assert said == ["strategy mirrored, because asked for: 2 replicas on CPU:0, CPU:1"]
-
-
-def test_tensorflow_does_not_tell_of_each_strategy(connect):
-    assert tf.get_logger().level == logging.WARNING
 
 
 def test_a_worker_waits_for_the_chiefs_server():

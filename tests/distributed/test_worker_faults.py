@@ -137,11 +137,6 @@ class Crew:
             )
             time.sleep(0.05)
 
-    def until_epoch(self, number=3):
-        """Waits until the run in `run` has trained so many epochs."""
-        history = self.folder / "run" / "history.jsonl"
-        self.until(lambda: history.exists() and history.read_text().count("\n") >= number, f"epoch {number}")
-
     def until_said(self, text, *workers):
         for worker in workers or self.workers:
             self.until(lambda w=worker: text in w.text, text)
@@ -198,26 +193,6 @@ def ports():
 # -- before the first update --------------------------------------------------------
 
 
-def test_a_worker_never_starts(crew):
-    worker = crew.train(*LONG, "--start_timeout=5", **crew.place(0))
-    assert crew.ends() == [2]
-    assert worker.said("error") == [
-        f"error: timed out after 5 s waiting for worker 1 ({HOST}) of 2: start it, check its address, or raise "
-        "--start_timeout"
-    ]
-
-
-@pytest.mark.parametrize("taken", [0, 1])
-def test_a_port_is_taken_by_another_program(crew, ports, taken):
-    with socket.create_server(("127.0.0.1", ports[taken])):
-        for index in (0, 1):
-            crew.train(*LONG, "--start_timeout=5", **tf_config(ports[:2], index))
-        assert crew.ends() == [2, 2]
-    line = f"error: worker {taken} cannot listen at 127.0.0.1:{ports[taken]} (address already in use)"
-    assert line in crew.workers[taken].text
-    assert f"worker {taken} (127.0.0.1:{ports[taken]})" in crew.workers[1 - taken].said("error")[0]
-
-
 SHIM = """
 import importlib.metadata as m
 real = m.version
@@ -261,27 +236,6 @@ def test_killed_during_the_start(crew, when):
 
 
 # -- in the middle ------------------------------------------------------------------
-
-
-def trains(crew, *flags):
-    """Two workers in the middle of a run."""
-    for rank in (0, 1):
-        crew.train(*LONG, *flags, **crew.place(rank))
-    crew.until_epoch()
-    return crew.workers
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_killed_in_mid_epoch(crew, victim):
-    workers = trains(crew)
-    workers[victim].process.kill()
-    other = workers[1 - victim]
-    assert crew.ends(other) == [1]
-    assert other.said("failed")[-1] == f"failed: lost worker {victim} ({HOST}): its process ended"
-    if victim:
-        result = crew.result()
-        assert (result["status"], result["reason"]) == ("failed", f"lost worker 1 ({HOST}): its process ended")
-        assert result["updates"] > 0
 
 
 @pytest.mark.parametrize("moment", ["on_epoch_end", "on_train_batch_begin", "on_train_batch_end"])
@@ -340,19 +294,6 @@ def test_weights_that_differ(crew, when):
 
 
 # -- signals ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("to", [[0], [1], [0, 1]])
-def test_asked_to_stop(crew, to):
-    workers = trains(crew)
-    number = signal.SIGINT if len(to) > 1 else signal.SIGTERM  # a terminal sends Ctrl-C to all
-    for rank in to:
-        workers[rank].process.send_signal(number)
-    assert crew.ends() == [143, 143]
-    result = crew.result()
-    assert result["status"] == "preempted"
-    assert f"stopped by {number.name}" in result["reason"]
-    assert (crew.folder / "run" / "model.keras").exists()
 
 
 SLEEPS = """

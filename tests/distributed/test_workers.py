@@ -8,25 +8,12 @@ import pytest
 from support import training_cases, worlds
 
 NAMES = [
-    "uneven tail",
-    "tail smaller than the replicas",
-    "batch that no replica count divides",
-    "clip global norm",
-    "accumulate and clip",
-    "masked sequences",
-    "masked and plain",
-    "weights averaged",
-    "average measured, accumulated, clipped",
-    "rates by layer",
-    "rates by layer, Nadam, clipped",
-    "batch norm, synchronized",
-    "records, mixed",
-    "records, mixed and accumulated",
-    "stopped early",
-    "loss of loss objects",
-    "bfloat16",
-    "float16",
-]
+    "uneven tail", "tail smaller than the replicas", "batch that no replica count divides", "clip global norm",
+    "accumulate and clip", "masked sequences", "masked and plain", "weights averaged",
+    "average measured, accumulated, clipped", "rates by layer", "rates by layer, Nadam, clipped",
+    "batch norm, synchronized", "records, mixed", "records, mixed and accumulated", "stopped early",
+    "loss of loss objects", "bfloat16", "float16",
+]  # fmt: skip
 WORLDS = {
     "multi_worker 1": ("multi_worker", 1, {}),
     "multi_worker 2": ("multi_worker", 2, {}),

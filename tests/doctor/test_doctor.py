@@ -1,29 +1,21 @@
 """`python -m tfdist.doctor`, run as a person runs it."""
 
-import contextlib
-import fcntl
 import json
 import os
 import pathlib
-import pty
 import re
 import signal
-import struct
-import sys
-import termios
 import time
 import uuid
 
 import psutil
 import pytest
-from support import many_commands, network_hosts, processes
+from support import many_commands, network_hosts
 from support.nvidia_drivers import FOUR, printing
 
 from tfdist.checkpoints import files
 
 pytest_plugins = "support.nvidia_drivers"  # its fixtures
-
-ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @pytest.fixture
@@ -157,36 +149,6 @@ def test_the_block_for_a_bug_report_names_nobody(run, tmp_path, no_tensorflow):
     assert "TF_CONFIG's cluster has '<secret>', which tfdist does not support" in block
     assert "Keras runs on <user>," in block
     assert re.match(r"python 3\.\d+\.\d+, tfdist \d", block) and "\nok " not in block
-
-
-def on_a_terminal(arguments, cwd, **environ):
-    """What the doctor shows on a terminal of 80 columns."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "TF_CONFIG", "FORCE_COLOR")}
-    env |= {"TERM": "xterm", "COLUMNS": "80"} | environ
-    command = [sys.executable, "-m", "tfdist.doctor", *arguments]
-    process = processes.Popen(command, stdin=slave, stdout=slave, stderr=slave, cwd=cwd, env=env, real=True)
-    os.close(slave)
-    text = b""
-    with contextlib.suppress(OSError):  # the terminal of a process that has ended
-        while data := os.read(master, 65536):
-            text += data
-    os.close(master)
-    return process.wait(60), text.decode().replace("\r\n", "\n")
-
-
-def test_eighty_columns_and_colours(tmp_path, no_tensorflow):
-    path = {"PYTHONPATH": os.pathsep.join([no_tensorflow, os.environ.get("PYTHONPATH", "")])}
-    code, text = on_a_terminal([], tmp_path, **path)
-    shown, block = ESCAPE.sub("", text).split("\nFor a bug report:\n")
-    assert code == 2 and max(map(len, shown.splitlines())) <= 80
-    assert "fail  tensorflow: TensorFlow cannot be imported (ImportError: tensorflow was\n      imported)\n" in shown
-    assert "\n      fix: mend the packages below, else pip install --force-reinstall\n" in shown
-    assert "\x1b[1;31mfail\x1b[0m  tensorflow" in text and "\x1b[32mok\x1b[0m" in text
-    assert block.startswith("```\n") and block.rstrip().endswith("```")
-    code, text = on_a_terminal([], tmp_path, NO_COLOR="1", **path)
-    assert "ok    " in text and "\x1b" not in text
 
 
 def left(mark):

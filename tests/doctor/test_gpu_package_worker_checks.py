@@ -27,12 +27,6 @@ TF_CONFIG = {"cluster": {"chief": ["a:1"], "worker": ["b:2", "c:3"]}, "task": {"
 # -- many at once ---------------------------------------------------------------
 
 
-def test_tasks_run_side_by_side_and_keep_their_order():
-    meeting = threading.Barrier(2, timeout=30)  # one after the other, they would never meet
-    tasks = [check_lib.Check(name, lambda name=name: [check_lib.ok(str(meeting.wait() >= 0))]) for name in "ab"]
-    assert [(c.name, c.finding) for c in check_lib.run(tasks, time.monotonic() + 30)] == [("a", "True"), ("b", "True")]
-
-
 def test_a_task_that_hangs_or_breaks_does_not_take_the_others_with_it():
     def refuse():
         raise UserError("--x=1 is wrong", "use 2")
@@ -87,18 +81,6 @@ def answer():
     return tensorflow_probe.ask({k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}, 240)
 
 
-@pytest.mark.whole
-def test_tensorflow_answers(answer):
-    assert answer.problem == "" and answer.version.startswith("2.") and answer.keras.startswith("3.")
-    if not answer.gpus:
-        one(tensorflow_probe.tensorflow(answer, gpus.Survey(), {}), "ok", "there is no GPU to see")
-
-
-def test_gpus_that_tensorflow_does_not_see(answer):
-    """It really looks, as many times as there are GPUs, and finds none of those that were made up."""
-    one(tensorflow_probe.tensorflow(answer, gpus.Survey((*GPUS, *GPUS)), {}), "fail", "of 8 usable GPUs: ")
-
-
 @pytest.mark.parametrize(
     "said, environ, status, text, fix",
     [
@@ -131,12 +113,6 @@ def test_unlike_gpus_numbered_fastest_first():
     checks = tensorflow_probe.tensorflow(tensorflow_probe.Answer("2.21.0", "3.15.1"), gpus.Survey(mixed), environ)
     one(checks, "fail", "counts unlike GPUs fastest first", "set CUDA_DEVICE_ORDER=PCI_BUS_ID")
     assert tensorflow_probe.names(tensorflow_probe.Answer(gpus=("x",)), gpus.Survey(mixed), environ) == {}
-
-
-def test_the_names_that_tensorflow_gives():
-    seen = tensorflow_probe.Answer(gpus=("T4", "T4"))
-    assert tensorflow_probe.names(seen, gpus.Survey(GPUS), {"CUDA_VISIBLE_DEVICES": "3,1"}) == {3: "GPU:0", 1: "GPU:1"}
-    assert tensorflow_probe.names(seen, gpus.Survey(GPUS), {}) == {}  # two of four: nobody knows which
 
 
 @pytest.mark.parametrize(
@@ -172,11 +148,6 @@ def installed(folder, name, version, requires=()):
         *(f"Requires-Dist: {r}" for r in requires),
     ]
     (made / "METADATA").write_text("\n".join(lines) + "\n")
-
-
-def test_the_packages_that_are_installed_here_fit():
-    one(machine.conflicts(), "ok", "none is there twice")
-    assert {"python", "tfdist", "tensorflow", "keras"} <= machine.versions().keys()
 
 
 def test_two_wheels_of_tensorflow(tmp_path, monkeypatch):
@@ -247,28 +218,6 @@ def place(environ=None, gpus_here=(), **environment):
     return workers.find(PlacementOptions(**environment), gpus.Survey(gpus_here), environ or {})
 
 
-def test_alone_on_a_cpu():
-    found = place()
-    assert [c.status for c in found.findings] == ["ok", "ok"] and found.choice.name == "default"
-    one(of(found.findings, "strategy"), "ok", "default, because 1 CPU here")
-    assert found.others.keys() == {"mirrored", "multi_worker", "tpu", "horovod"}
-    assert "needs at least 2 devices, found 1 (the CPU)" in found.others["mirrored"]
-    assert "the only worker" in found.others["multi_worker"]
-    assert found.others["tpu"] == "nothing says that there is a TPU"
-    assert found.others["horovod"] == "horovodrun has not started this process"
-
-
-def test_four_gpus_and_what_was_asked_for():
-    found = place(gpus_here=GPUS)
-    assert found.choice.name == "mirrored" and found.choice.replicas == 4
-    assert found.others["default"] == "it would run, on one device of 4"
-    assert "one device per process, this one has 4 GPUs" in found.others["horovod"]
-    asked = place(gpus_here=GPUS, strategy="default")
-    assert (
-        asked.choice.name == "default" and asked.others["mirrored"] == "it would run; --strategy=default was asked for"
-    )
-
-
 def test_a_strategy_that_cannot_run_here():
     found = place(strategy="mirrored")
     one(of(found.findings, "strategy"), "fail", "needs at least 2 devices", "use --virtual_devices=2 to split the CPU")
@@ -289,54 +238,3 @@ def test_tf_config_is_explained():
     one(of(found.findings, "secret"), "fail", "connect to a:1 without a secret", "set TFDIST_SECRET to the same")
     assert not of(place({"TF_CONFIG": json.dumps(TF_CONFIG)}, insecure=True).findings, "secret")
     assert found.choice.name == "multi_worker" and "there are 3 workers (TF_CONFIG)" in found.others["default"]
-
-
-@pytest.mark.parametrize(
-    "text, finding, fix",
-    [
-        ("{", "TF_CONFIG is not a JSON object with a cluster in it", "correct or unset it"),
-        (json.dumps(TF_CONFIG | {"task": {"type": "worker", "index": 2}}), "TF_CONFIG's task is worker 2",
-         "correct the index"),
-        (json.dumps(TF_CONFIG | {"task": None}), "TF_CONFIG's task is null",
-         'write "task": {"type": "worker", "index": 0}'),
-        (json.dumps({"cluster": {"worker": {"1": "a:1"}}, "task": {"type": "worker", "index": 1}}), "dynamic TFJob",
-         "set enableDynamicWorker: false"),
-    ],
-)  # fmt: skip
-def test_a_wrong_tf_config_is_said_once(text, finding, fix):
-    found = place({"TF_CONFIG": text})
-    one(found.findings, "fail", finding, fix)
-    assert found.choice is None and found.others == {}
-
-
-def test_a_tf_config_that_says_nothing():
-    one(of(place({"TF_CONFIG": "{}"}).findings, "TF_CONFIG"), "warn", "names no workers", "unset TF_CONFIG")
-
-
-def test_variables_that_contradict_each_other():
-    environ = {"TF_CONFIG": json.dumps(TF_CONFIG), "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
-    found = place(environ)
-    one(of(found.findings, "TF_CONFIG"), "ok", "worker 1 of 3")
-    one(
-        of(found.findings, "workers"), "fail", "rank 1 of 3 by TF_CONFIG and rank 0 of 2 by Open MPI", "unset TF_CONFIG"
-    )
-    assert found.choice is None
-
-
-def test_a_batch_script_is_told_from_its_tasks():
-    environ = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "4"}
-    one(of(place(environ).findings, "surroundings"), "warn", "Slurm job 7 has 2 nodes and 4 tasks")
-    assert not of(place(environ | {"SLURM_NNODES": "1", "SLURM_NTASKS": "1"}).findings, "surroundings")
-
-
-def test_workers_of_slurm_and_of_horovodrun():
-    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"}
-    found = place({**step, "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "n1"})
-    one(
-        of(found.findings, "workers"),
-        "ok",
-        "this is worker 1 of 2 by Slurm, 2 of 2 on this host; they meet at 127.0.0.1:",
-    )
-    assert not of(found.findings, "surroundings")
-    found = place({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"})
-    assert found.choice.name == "horovod" and "under horovodrun has no addresses" in found.others["multi_worker"]

@@ -414,20 +414,6 @@ def test_a_library_that_is_missing(tmp_path, monkeypatch):
         )
 
 
-def test_differences():
-    from tfdist.export.verify import difference
-
-    x = np.array([[1.0, -4.0], [np.nan, np.inf]])
-    assert difference(x, x) == 0 and difference(x[:1], x) == np.inf
-    assert difference(np.array([2.0, 8.4]), np.array([2.0, 8.0])) == pytest.approx(0.05)
-    assert difference(np.array([0.5]), np.array([0.25])) == 0.25
-    assert difference(np.array([np.nan]), np.array([1.0])) == np.inf
-    assert (
-        difference(np.array([b"a"], object), np.array([b"a"], "S")) == 0
-        and difference(np.array([1]), np.array([2])) == np.inf
-    )
-
-
 BAD = [
     (["--formats=onx"], "unknown format 'onx' in --formats: did you mean 'onnx'? Known are saved_model, onnx, litert"),
     (["--formats="], "--formats names none: give some of saved_model,onnx,litert"),
@@ -452,12 +438,3 @@ def test_another_backend_of_keras(run, tmp_path):
     done = run("tfdist.export", "--model=m.keras", "--output=out", real=True, KERAS_BACKEND="banana")
     message = "KERAS_BACKEND makes Keras run on banana, tfdist needs TensorFlow: unset KERAS_BACKEND"
     assert (done.returncode, done.stderr) == (2, f"tfdist: error: {message}\n")
-
-
-@pytest.mark.whole
-def test_tensorflow_prints_nothing(run, tmp_path, monkeypatch):
-    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL")
-    picture_model().save(tmp_path / "m.keras")
-    done = run("tfdist.export", "--model=m.keras", "--output=out", real=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["tfdist"]

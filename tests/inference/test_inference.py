@@ -14,7 +14,6 @@ import shutil
 import signal
 import sys
 import types
-import warnings
 import zipfile
 
 import keras
@@ -22,7 +21,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import REPOSITORY
-from support import many_commands, processes
+from support import many_commands
 from support.finished_runs import TRAIN, made_run
 from support.refusals import refused
 
@@ -380,13 +379,6 @@ def test_a_changed_layer_of_a_model_from_a_file_is_found(run, tmp_path):
     assert done.returncode == 2 and "of another experiment (the model's file has changed" in done.stderr, done.stderr
 
 
-def test_a_changed_result_is_found(copy):
-    digit_changed(copy, "result.json", '"updates": 60', '"updates": 61')
-    with refused(r"is damaged: result.json has changed: its checksum is wrong"):
-        weights(copy)
-    assert "result.json has changed" in doctor.run_files(str(copy), [])[0].finding
-
-
 def test_averages_that_a_checkpoint_does_not_have(copy):
     """Nothing of a folder that earlier versions have written could say so."""
     experiment = trained_model.read_experiment(wanted(copy))
@@ -559,17 +551,6 @@ def test_the_loss_of_a_file_says_what_targets_it_wants(loss, rows):
     np.testing.assert_array_equal(found, np.eye(3)[y] if rows else y)
 
 
-def test_a_file_whose_optimizer_is_another_one(tmp_path):
-    """Which nobody is told, as nothing is going to be updated."""
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    model.compile("adam", "mse")
-    model.optimizer.build(model.trainable_variables[:1])
-    model.save(tmp_path / "m.keras")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trained_model.load(tmp_path / "m.keras")
-
-
 def test_a_file_that_holds_code_is_not_loaded(tmp_path):
     """Safe mode: a lambda in a model file is somebody's code."""
     model = keras.Sequential([keras.Input((4,)), keras.layers.Lambda(lambda x: x + 1), keras.layers.Dense(2)])
@@ -708,19 +689,6 @@ def test_predict_wants_a_file(tmp_path):
         (["--workdir=run", "--output=p.txt"], "--output=p.txt is of no kind that is known: give a name"),
     ]
     many_commands.refuses("tfdist.predict", table, tmp_path)
-
-
-def test_whoever_reads_has_had_enough():
-    """One line, and nothing at exit."""
-    code = (
-        "from tfdist.config import messages; from tfdist.config.commands import command_line as c; "
-        "c.main(lambda _: messages.logger.info('x'), c.parse_own)"
-    )
-    reading, writing = os.pipe()
-    os.close(reading)
-    done = processes.run([sys.executable, "-c", code], stdout=writing, stderr=processes.PIPE, text=True)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (1, "tfdist: failed: standard output was closed before the end\n")
 
 
 SLOW = """

@@ -16,8 +16,7 @@ from support import training_cases
 import tfdist
 from tfdist.checkpoints import files
 from tfdist.errors import Interrupted
-from tfdist.keras_bridge import layer_state, optimizer_update, preconditions
-from tfdist.trainer.agreement import NOTHING_DUE, Decisions, SlowWorkers, StepsPerCallTuner
+from tfdist.keras_bridge import optimizer_update, preconditions
 from tfdist.trainer.callbacks import needs_every_batch
 from tfdist.trainer.plan import FitOptions
 
@@ -143,65 +142,6 @@ def test_a_loss_that_is_not_finite(connect):
         tfdist.fit(model, x, y, batch_size=8, verbose=0)
     history = tfdist.fit(model, x, y, batch_size=8, epochs=5, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()])
     assert history.epoch == [0], "Keras' callback ends the training in its own way"
-
-
-@pytest.mark.whole
-def test_the_update_with_the_first_bad_loss_is_named(connect):
-    for steps_per_call in (1, 4, 6):
-        model = small(connect(2))
-        x, y = training_cases.images(48)
-        x[8 * 3 + 1] = np.inf
-        with pytest.raises(tfdist.TrainingError, match=r"since update 4 \(epoch 1\)"):
-            tfdist.fit(
-                model,
-                x,
-                y,
-                distribution=connect(2),
-                batch_size=8,
-                shuffle=False,
-                verbose=0,
-                steps_per_call=steps_per_call,
-            )
-
-
-def test_calls_are_longer_where_workers_take_long_to_agree():
-    near, far = StepsPerCallTuner(None), StepsPerCallTuner(None)
-    for between in (0.03, 0.04, 5.0, 0.03):  # a callback may take long now and then
-        near.record(0.04 * near.updates, near.updates, full=True, between=0.002)
-        far.record(0.04 * far.updates, far.updates, full=True, between=between)
-    assert (near.updates, far.updates) == (5, 15)
-
-
-@pytest.mark.parametrize("spent, words", [
-    ([(0, 1), (0.3, 1.1)], ""),
-    ([(0, 1), (1, 1)], "worker 1 (b) takes 2.0 times as long as the others, mostly for its input: they wait"),
-    ([(0, 1.5), (0, 1), (0.1, 2.9), (0, 1)], "worker 2 (c) takes 3.0 times as long as the others, mostly for its com"),
-    ([(0, 1), ()], ""),
-])  # fmt: skip
-def test_a_worker_for_which_the_others_wait_is_named_once(spent, words):
-    workers = SlowWorkers("abcd"[: len(spent)])
-    said = [workers.record(Decisions(2.0, 0.0, NOTHING_DUE, spent)) for _ in range(70)]
-    assert [at for at, line in enumerate(said) if line] == [29] * bool(words), "after a minute of calls"
-    assert words in "".join(said)
-
-
-@pytest.mark.parametrize(
-    "callback, looks",
-    [
-        (keras.callbacks.EarlyStopping(), False),
-        (keras.callbacks.ModelCheckpoint("x.keras"), False),
-        (keras.callbacks.ModelCheckpoint("x.keras", save_freq=5), True),
-        (keras.callbacks.TerminateOnNaN(), False),
-        (keras.callbacks.LambdaCallback(on_epoch_end=print), False),
-        (keras.callbacks.LambdaCallback(on_train_batch_end=print), True),
-        (Spy(), True),
-        (tfdist.Callback(), False),
-        (type("Looks", (tfdist.Callback,), {"on_train_batch_end": print})(), True),
-        (type("Content", (tfdist.Callback,), {"on_train_batch_end": print, "takes_many_updates": True})(), False),
-    ],
-)
-def test_only_callbacks_that_look_at_batches_cost_calls(callback, looks):
-    assert needs_every_batch(callback) is looks
 
 
 def test_hooks_patched_into_keras_look_at_batches(monkeypatch):
@@ -384,12 +324,6 @@ def test_updates_per_call_change_nothing(steps_per_call, connect):
     assert histories[0].history == histories[1].history, "to the last bit"
 
 
-def test_progress_is_printed_as_by_keras(connect, capsys):
-    fit(small(connect(1)), connect(1), verbose=2, epochs=2)
-    out = capsys.readouterr().out
-    assert "Epoch 2/2" in out and "accuracy: " in out
-
-
 @pytest.mark.parametrize(
     "kwargs, message",
     [
@@ -545,17 +479,6 @@ def test_layers_see_the_batches_of_the_user_alone(replicas, connect):
     assert counts == [6.0, 6.0]
 
 
-def test_frozen_weights_are_not_copied_to_keep_them(connect, monkeypatch):
-    """They may be gigabytes, and no look at shapes changes them; what a layer counts is kept."""
-    copied, unchanged = [], layer_state.unchanged
-    monkeypatch.setattr(layer_state, "unchanged", lambda variables: copied.extend(variables) or unchanged(variables))
-    frozen, counting = L.Dense(6, trainable=False), CountsAllCalls()
-    model = keras.Sequential([keras.Input((4, 4, 1)), L.Flatten(), frozen, counting, L.Dense(5)])
-    fit(training_cases.compiled(model), connect(1))
-    assert {id(counting.calls)} <= {id(v) for v in copied}
-    assert not {id(v) for v in frozen.variables} & {id(v) for v in copied}
-
-
 def test_a_model_that_runs_eagerly_on_several_workers_is_refused(connect):
     distribution = dataclasses.replace(connect(1), peers=types.SimpleNamespace(size=2))
     with pytest.raises(tfdist.UserError, match="run_eagerly=True, which is for looking at one process"):
@@ -690,15 +613,6 @@ def test_a_metric_that_returns_a_python_number(connect):
     model = small(connect(1), metrics=[one])
     x, y = training_cases.images(48)
     assert tfdist.evaluate(model, x, y, verbose=0)["one"] == model.evaluate(x, y, verbose=0)[1] == 1.0
-
-
-@pytest.mark.whole
-def test_many_trainings_in_one_process_bring_no_warning_of_retracing(connect, caplog):
-    x, y = training_cases.images(48)
-    for _ in range(6):
-        tfdist.fit(small(connect(1)), x, y, batch_size=16, epochs=2, verbose=0)
-    tf.get_logger().warning("of others")
-    assert [r.getMessage() for r in caplog.records if r.name == "tensorflow"] == ["of others"]
 
 
 def test_connect_refuses_what_it_does_not_know(connect):
@@ -908,19 +822,6 @@ def test_a_late_metric_that_hands_on_other_shapes():
     options = dict(batch_size=24, epochs=3, shuffle=False, verbose=0)
     ours = trained(lambda model: tfdist.fit(model, x, y, **options))
     np.testing.assert_allclose(ours, trained(lambda model: model.fit(x, y, **options)), rtol=1e-5)
-
-
-def test_a_level_that_is_set_before_tfdist_is_loaded_stays(run, tmp_path):
-    (tmp_path / "quiet.py").write_text(
-        "import logging, tfdist\n"
-        "logging.getLogger('tfdist').setLevel('WARNING')\n"
-        "logging.getLogger('tfdist').addHandler(logging.NullHandler())\n"
-        "tfdist.connect\n"
-        "from tfdist.config.messages import aside, logger\n"
-        "logger.info('no'), logger.warning('yes'), aside.warning('beside')\n"
-    )
-    done = run("quiet", real=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "tfdist: yes\n", "tfdist: beside\n")
 
 
 def simple(distribution=None):

@@ -161,29 +161,3 @@ def test_settings_that_are_changed_in_place(settings, name):
     assert made() == first
     settings[name] = 4.0
     assert made() != first
-
-
-class Linked:
-    """Knows all others, and counts how often it is asked."""
-
-    asked = 0
-
-    @property
-    def value(self):
-        Linked.asked += 1
-        return 1.0
-
-
-def test_objects_that_know_each_other_are_told_once(monkeypatch):
-    """Eight of them took two minutes, since there were ever more paths from one to the next."""
-    taken, digest = [], object_digests.digest
-    monkeypatch.setattr(object_digests, "digest", lambda data: taken.append(1) or digest(data))
-    linked = [Linked() for _ in range(8)]
-    for one in linked:
-        one.a, one.b, one.c, one.d, one.e, one.f, one.g, one.h = linked
-    loss = lambda a, b: (a - b) * linked[0].a.b.c.d.e.f.g.h.value * linked_to.value
-    linked_to = linked[0]
-    model = keras.Sequential([keras.Input((2,)), L.Dense(1)])
-    model.compile("sgd", loss)
-    assert setups.of_training(model)
-    assert 0 < Linked.asked < 100 and len(taken) < 100

@@ -488,61 +488,12 @@ def orders(outcome, now):
     return [order["order"] for order in outcome.orders(now)]
 
 
-def test_a_failure_while_others_save_does_not_end_these():
-    outcome = heard()
-    outcome.grow("node 3 joined", 0.0)
-    assert orders(outcome, 0.0) == ["stop"] and outcome.deadline == 300.0
-    outcome.hear(*exited(0, 3), 1.0)
-    assert orders(outcome, 1.0) == [] and outcome.deadline == 1.0 + 30.0
-    outcome.hear(*exited(1, 3), 20.0)
-    assert orders(outcome, 20.0) == [] and outcome.deadline == 1.0 + 30.0
-
-
-def test_why_and_since_when_there_are_other_nodes():
-    outcome = heard(lost(1))
-    assert (outcome.reason, outcome.since, outcome.busy) == ("node 1 (h) is lost: closed", 0.0, {0, 2})
-    outcome.hear(*lost(2), 1.0)
-    assert outcome.reason == "node 1 (h) is lost: closed; node 2 (h) is lost: closed"
-    assert (outcome.since, outcome.busy, outcome.leaving) == (0.0, {0}, {})
-
-
 def test_the_exit_of_nodes_that_leave():
     outcome = heard(signalled(1, "SIGINT"), signalled(1), signalled(2))
     assert outcome.leaving == {
         1: (130, "SIGINT: this node has left the job"),
         2: (143, "SIGTERM: this node has left the job"),
     }
-
-
-@pytest.mark.parametrize(
-    "before, silent, later",
-    [
-        ([GONE], [1], 3.5),
-        ([GONE], [], 2.0),  # nobody is silent: that a worker is gone is all there is to know
-        ([exited(1, 3)], [1], 2.0),  # it says itself what has happened
-        ([lost(1)], [2], 30.0),  # the workers end already
-        ([], [1], math.inf),
-    ],
-)
-def test_how_long_the_blame_waits_for_a_silent_node(before, silent, later):
-    outcome = heard(*before)
-    outcome.orders(0.0)
-    outcome.suspect(silent, 1.5)
-    assert outcome.deadline == later
-
-
-def test_no_blame_waits_when_the_round_has_been_ended():
-    outcome = heard(GONE)
-    assert orders(outcome, 2.0) == ["end"]
-    outcome.suspect([1], 2.5)
-    assert outcome.deadline == 2.0 + 30.0
-
-
-def test_of_two_failures_heard_at_once_the_first_is_decided_at_once():
-    outcome = heard(exited(0, 3), exited(1, 4))
-    assert outcome.deadline == 0.0
-    [end] = outcome.orders(0.0)
-    assert (outcome.code, end["text"]) == (3, "rank 0 (on h, process 1) ended with exit code 3")
 
 
 def test_a_failure_is_told_though_another_node_is_lost_meanwhile():

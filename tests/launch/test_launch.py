@@ -292,14 +292,6 @@ def test_the_environment_of_the_workers(launch):  # noqa: F811
         ]
 
 
-def test_rank_0_inherits_a_socket_that_listens(launch, tmp_path):  # noqa: F811
-    """What `registration.py` does: nobody can take the port between its choice and its use."""
-    (tmp_path / "meet.py").write_text(MEET)
-    launcher = launch(*TWO, "meet.py")
-    assert launcher.end() == 0, launcher.err
-    assert launcher.said("[0] ") == ["{'rank': '1'}"]
-
-
 def test_a_given_port_is_used_and_a_taken_one_refused(launch):  # noqa: F811
     with wire.listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
@@ -362,15 +354,6 @@ def test_a_run_folder_that_cannot_be_made(launch, tmp_path):  # noqa: F811
     launcher = launch("--nproc_per_node=2", "--log_dir=file/logs", "--max_restarts=1", "--", "actor.py", "*=say:x")
     assert launcher.end() == 2
     assert "cannot start its workers: Not a directory: file/logs" in launcher.err[0] and len(launcher.err) == 1
-
-
-def test_help(launch, tmp_path):  # noqa: F811
-    poison(tmp_path)
-    launcher = launch("--help")
-    assert launcher.end() == 0
-    text = "\n".join(launcher.out)
-    flags = "--nproc_per_node --nnodes --node_rank --master_addr --master_port --max_restarts --start_timeout "
-    assert set(re.findall(r"--\w+ ", flags)) <= set(re.findall(r"--\w+ ", text))
 
 
 FOUR = "".join(f"{i}, GPU-{i}, 0, 16000, 10, 15990, 550.1, Tesla T4\n" for i in range(4))
@@ -766,21 +749,3 @@ def test_ctrl_c_while_training_saves(launch, tmp_path, tfds_dir):  # noqa: F811
     assert launcher.end() == 143
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["status"] == "preempted" and (tmp_path / "out" / "model.keras").exists()
-
-
-@pytest.mark.whole
-def test_a_worker_killed_while_training_starts_all_again(launch, tmp_path, tfds_dir):  # noqa: F811
-    flags = ["--config.train.epochs=100000", "--workdir=out"]
-    launcher = launch("--max_restarts=1", *TWO, *FAST, *flags, TFDS_DATA_DIR=str(tfds_dir))
-    launcher.until(" 2/100000")
-    one = next(p for p in marked(launch.mark) if p.environ().get("RANK") == "1")
-    one.send_signal(signal.SIGKILL)
-    assert "root cause: rank 1 " in launcher.until("root cause")
-    launcher.until("restart 1 of 1")
-    with pytest.raises(UserError, match="is in use by another run"):
-        rival(tmp_path / "out")
-    launcher.until("starting rank 0 to 1 of 2 workers here, restart 1")
-    launcher.signal(signal.SIGTERM)
-    assert launcher.end() == 143
-    kept = "".join(p.read_text() for p in tmp_path.glob("out*/logs/rank-1.log"))
-    assert "--- attempt 0" in kept and "--- attempt 1" in kept

@@ -12,8 +12,7 @@ from support.launchers import MEET, free_port, launch, pipes  # noqa: F401  laun
 import tfdist
 from tfdist.cluster import registration, wire
 from tfdist.errors import UserError
-from tfdist.launch import coordinator, machines, node_agent
-from tfdist.launch.worker_process import Events, Screen
+from tfdist.launch import node_agent
 
 HOST = socket.gethostname()
 TWICE = (
@@ -75,14 +74,6 @@ def test_a_failure_is_told_everywhere(node):
     for launcher in (zero, one):
         assert f"root cause: rank 1 (on {HOST}, process " in launcher.until("root cause")
         assert "tfdist:   that was it" in launcher.err
-
-
-def test_who_only_lost_another_is_not_to_blame_across_nodes(node, tmp_path):
-    pipes(tmp_path, "f")
-    act = ["actor.py", "0=open:f;lost:1 (h), whose process ended;exit:1", "1=last:f;kill:SIGSEGV"]
-    zero, one = node(0, *act), node(1, *act)
-    assert (zero.end(), one.end()) == (139, 139)
-    assert "root cause: rank 1 " in zero.until("root cause")
 
 
 @pytest.mark.parametrize("asked", [0, 1])
@@ -280,34 +271,6 @@ def test_the_secret_keeps_others_out(node):
     assert zero.err == ["tfdist: rejected a connection from 127.0.0.1: it does not know the secret of this job"]
 
 
-def test_strangers_do_not_disturb_the_meeting(node):
-    zero = node(0, "actor.py", "*=say:done")
-    zero.until("waiting for node 1 of 2")
-    at = ("127.0.0.1", node.port)
-    socket.create_connection(at).close()  # a port scan
-    silent = socket.create_connection(at)
-    browser = socket.create_connection(at)
-    browser.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    other = wire.connect(*at)  # another part of tfdist
-    other.send({"rank": 1})
-    assert "this port is used by a job of tfdist" in other.receive(30)["refused"]
-    one = node(1, "actor.py", "*=say:done")
-    assert (zero.end(), one.end()) == (0, 0)
-    assert all(line.startswith("tfdist: rejected a connection from 127.0.0.1: ") for line in zero.err)
-    for sock in (silent, browser):
-        sock.close()
-
-
-def test_another_program_at_node_0s_port(node):
-    with wire.listen("127.0.0.1", node.port) as server:
-        one = node(1, "actor.py")
-        sock, _ = server.accept()
-        sock.sendall(b"220 mail.example.org\r\n")
-        assert one.end() == 2
-        sock.close()
-    assert "failed (it does not speak tfdist's protocol): set the same" in one.err[0]
-
-
 def hello(node, *program):
     facts = {"the version of tfdist": tfdist.__version__, "--nnodes": "2", "--max_restarts": 0}
     facts["the command"] = " ".join(program)
@@ -343,33 +306,6 @@ def test_the_others_beat(node):
         connection.send({"order": "over", "code": 7, "line": ""})
         assert one.end() == 7
         connection.close()
-
-
-@pytest.fixture
-def impatient(monkeypatch):
-    monkeypatch.setattr(registration, "REPEAT_S", 0.01)
-
-
-def plan(node, port):
-    nodes = machines.Nodes(3, 3, False, node, "127.0.0.1", port, "1", machines.Waits())
-    return node_agent.LaunchPlan(
-        command=("false",), nproc=1, nodes=nodes, max_restarts=0, start_timeout=0.3, shares=({},), facts={}
-    )
-
-
-def test_node_0_says_again_who_is_missing(impatient, capfd):
-    with Events() as events, pytest.raises(UserError, match="waiting for nodes 1, 2 of 3 at"):
-        coordinator.Coordinator(plan(0, free_port()), events, Screen()).run()
-    out, _ = capfd.readouterr()
-    assert out.count("tfdist: waiting for nodes 1, 2 of 3 at 127.0.0.1:") > 2
-
-
-def test_the_others_say_again_that_they_wait_for_node_0(impatient, monkeypatch, capfd):
-    monkeypatch.setattr(registration, "RETRY_S", 0.01)
-    with Events() as events, pytest.raises(UserError, match=r"timed out after 0\.3 s waiting for node 0"):
-        node_agent.follow(plan(1, free_port()), events, Screen())
-    out, _ = capfd.readouterr()
-    assert out.count("tfdist: waiting for node 0 at 127.0.0.1:") > 2
 
 
 TWO_WORKERS = ["--config.model.name=mlp", "--config.optimizer.warmup=0%", "--config.train.epochs=1"]

@@ -26,12 +26,12 @@ from tensorboard.summary.writer import event_file_writer
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import tfdist
-from tfdist.config import Experiment, schedule
+from tfdist.config import schedule
 from tfdist.distributed import gpus
 from tfdist.errors import UserError
 from tfdist.monitoring import flops, monitors, progress
 from tfdist.train import dry_run
-from tfdist.trainer.callbacks import Call, Spent
+from tfdist.trainer.callbacks import Spent
 
 L = keras.layers
 
@@ -84,42 +84,6 @@ def test_waiting_for_input_is_told_from_computing(replicas, connect):
     assert min(slow.input, slow.compute, slow.python) > 0 and slow.all_reduce >= 0
 
 
-def test_a_slow_gradient_is_no_wait_for_input(connect):
-    """The next batch comes after the loss, and yet before the update has ended: nothing has waited for it."""
-
-    def slowly(x, seconds):
-        # Not stateful, as what a gradient is made of: TensorFlow would put the clock behind it by itself.
-        late = tf.numpy_function(lambda x: (time.sleep(seconds), x)[1], [x], tf.float32, stateful=False)
-        return tf.ensure_shape(late, x.shape)
-
-    @tf.custom_gradient
-    def held(x):
-        return tf.identity(x), lambda slope: slowly(slope, 0.06)
-
-    distribution, calls = connect(1), Calls()
-    plain = small(distribution)
-    outputs = L.Lambda(held)(plain.layers[0].output)
-    model = keras.Model(plain.inputs, plain.layers[1](outputs))
-    model.compile("sgd", plain.loss)
-    source = tf.data.Dataset.from_tensor_slices(data(240)).batch(8).map(lambda x, y: (slowly(x, 0.02), y))
-    tfdist.fit(model, source, distribution=distribution, epochs=2, callbacks=[calls], verbose=0)
-    assert calls.steady.compute > 10 * calls.steady.input
-
-
-def test_a_slow_epoch_end_is_no_time_between_calls(connect):
-    """Validation and what callbacks do between epochs are not part of the training's speed."""
-
-    class Idle(tfdist.Callback):
-        takes_many_updates = True
-
-        def on_epoch_end(self, epoch, logs=None):
-            time.sleep(0.5)
-
-    calls, options = Calls(), dict(validation_data=data(64), distribution=connect(1), epochs=4, verbose=0)
-    tfdist.fit(small(connect(1)), data(64), callbacks=[calls, Idle()], **options)
-    assert calls.steady.python < 0.5
-
-
 @pytest.mark.parametrize(
     "replicas, optimizer",
     [(3, "scaled"), (1, "clipped"), *(pytest.param(n, "sgd", marks=pytest.mark.whole) for n in (1, 3))],
@@ -160,20 +124,6 @@ def test_model_flops(model, forward):
     """Against the textbook: a product of [a, b] and [b, c] is 2abc, a convolution one per output and filter weight."""
     built = model()
     assert flops.per_example(built, np.zeros((7, *built.input_shape[1:]), "float32")) == 3 * forward
-
-
-def test_flops_that_cannot_be_seen():
-    model = keras.Sequential([keras.Input((5, 8)), L.LSTM(4, unroll=False)])
-    assert flops.per_example(model, np.zeros((7, 5, 8), "float32")) is None
-
-
-def test_peaks():
-    a100 = "NVIDIA A100-SXM4-80GB"
-    assert [flops.peak(a100, p) for p in ("mixed_bfloat16", "float32", "float64")] == [312e12, 156e12, None]
-    assert flops.peak("NVIDIA H100 PCIe", "mixed_float16") == 756e12
-    assert flops.peak("NVIDIA H100 80GB HBM3", "mixed_float16") == 989e12
-    assert flops.peak("Tesla T4", "float32") == 8.1e12
-    assert flops.peak("NVIDIA A10G", "float32") is None and flops.peak("GeForce GTX 1080", "float32") is None
 
 
 def test_usage_of_gpus_and_of_a_process(driver):  # noqa: F811
@@ -247,23 +197,6 @@ def recorder(**values):
     return types.SimpleNamespace(**{"updates": 0, "begun": time.monotonic(), "seconds": 0.0} | values)
 
 
-def test_slow_input_is_said_once(connect, said):
-    folder = types.SimpleNamespace(append=lambda *line: None, cut=lambda *line: None)
-    work = types.SimpleNamespace(count=lambda: None, rates=lambda rate: {"flops_per_second": None})
-    for waited, lines in ((0.9, 1), (0.1, 0)):
-        said.clear()
-        spent = Spent(4 * waited, 4 * (1 - waited), 0.0, 0.0)
-        record = recorder(begun=0.0, spent=spent, gradient_norm=1.0)
-        timeline = monitors.Timeline(folder, record, monitors.Usage(()), work, Experiment(), None)
-        timeline.set_model(small(connect(1)))
-        for _ in range(3):
-            timeline.on_call(Call(10, 80, spent, True, 1.0))
-            timeline._last = -1e9
-            timeline.on_train_batch_end(9, {"loss": 1.0})
-        assert len(said) == lines
-    assert not said
-
-
 def test_the_display_on_a_terminal_of_80_columns(monkeypatch):
     """A real terminal, the default experiment, GPUs and an input that is too slow."""
     ours, theirs = pty.openpty()
@@ -306,27 +239,6 @@ def test_the_display_on_a_terminal_of_80_columns(monkeypatch):
     assert "900/900" in text and "gpu 90% 12/16G" in text and "input 30%" in text
 
 
-def test_a_log_file_gets_whole_lines(capsys):
-    record = recorder(of_epoch=Spent())
-    (shown,) = progress.create("auto", PLAN, record)
-    assert isinstance(shown, progress.Plain)
-    shown.on_train_begin()
-    shown.on_epoch_begin(0)
-    shown._printed = -1e9
-    for record.updates in (15, 30):
-        shown.on_train_batch_end(record.updates - 1, {"loss": 30 / record.updates})
-    shown.on_epoch_end(0, {"loss": 1.0, **{f"metric_{i}": 0.5 for i in range(9)}})
-    middle, end = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"epoch  1/30  update 15/30  loss 2\.0000  [\d,.]+[kM]? ex/s  \d+:\d\d left", middle), middle
-    assert len(end) > 120 and "\x1b" not in end
-
-
-def test_numbers_that_stay_short():
-    rates = [progress.rate(n) for n in (0.4, 99_999, 914_123, 98_765_432)]
-    assert rates == ["0 ex/s", "99,999 ex/s", "914k ex/s", "99M ex/s"]
-    assert [progress.clock(s) for s in (7, 187, 3787)] == ["0:07", "3:07", "1:03:07"]
-
-
 def test_a_profile(tmp_path, connect, said):
     """The trace has just the updates that were asked for."""
 
@@ -349,14 +261,6 @@ def test_a_profile(tmp_path, connect, said):
     assert names.count(product) == 10  # updates of a replica
     shown_by = f"tensorboard --logdir={tmp_path}/tensorboard (pip install xprof)"
     assert said == [f"profile of updates 21 to 30: {shown_by}"]
-
-
-def test_a_profile_of_what_is_over(tmp_path, said):
-    profiler = monitors.Profiler(21, 30, recorder(updates=40), tmp_path, True)
-    profiler.on_train_batch_begin(0)
-    profiler.stop()
-    assert said == ["WARNING: no profile: training resumed from update 40, after --profile=21:30"]
-    assert not list(tmp_path.iterdir())
 
 
 def test_more_memory_than_there_is(connect):

@@ -17,8 +17,7 @@ from conftest import REPOSITORY
 from support import processes, shipped
 
 from tfdist.checkpoints import run_folder
-from tfdist.monitoring.report import curves, line_chart, run_files
-from tfdist.monitoring.report import html as html_lib
+from tfdist.monitoring.report import line_chart, run_files
 from tfdist.monitoring.report import page as page_lib
 
 PHONE, LAPTOP = {"width": 390, "height": 844}, {"width": 1366, "height": 768}
@@ -117,20 +116,6 @@ def test_all_sections_and_the_key_figures(tmp_path):
         assert said in text, said
 
 
-@pytest.mark.parametrize(
-    "time, said",
-    [
-        ({"input": 1, "compute": 8, "all_reduce": 0.5, "python": 0.5}, "80 % computing: only faster"),
-        ({"input": 1, "compute": 5, "all_reduce": 4, "python": 0}, "40 % in all-reduce. Held up by the sum"),
-        ({"input": 1, "compute": 5, "all_reduce": None, "python": 4}, "40 % in Python. Held up by Python"),
-        ({"input": 1, "compute": 9, "all_reduce": None, "python": 0}, "cannot be told apart here"),
-        ({"input": 2, "compute": 0.5, "all_reduce": 0, "python": 0}, "Too short a time to judge by."),
-    ],
-)
-def test_advice_on_the_time(time, said, tmp_path):
-    assert said in text_of(render(full(tmp_path, samples=3, time=time)))
-
-
 def test_what_happened_to_a_run(tmp_path):
     result = RESULT | {
         "status": "failed",
@@ -146,44 +131,6 @@ def test_what_happened_to_a_run(tmp_path):
     put(tmp_path, "history.jsonl", notes)
     text = text_of(render(tmp_path, result))
     assert "update 0 and left out 0, 1." in text and "10, 11 and 8 more." in text and "610" not in text
-
-
-FILES = ("experiment.json", "environment.json", "result.json", "history.jsonl", "timeline.jsonl")
-SAMPLES = [{"mark": 7}, {"mark": "new"}, {"seconds": 1, "gpus": 3}, {"seconds": "x", "gpus": [1, {}]}, {"updates": 9}]
-ODD = {
-    "nothing at all": lambda f: [(f / name).unlink() for name in FILES],
-    "no timeline and no time": lambda f: [
-        (f / FILES[4]).unlink(),
-        put(f, FILES[2], {k: v for k, v in RESULT.items() if k != "time"}),
-    ],
-    "only NaN": lambda f: put(f, FILES[3], [{"epoch": 1, "updates": 30, "loss": None, "val_loss": None}]),
-    "a single epoch": lambda f: [
-        put(f, FILES[3], [{"epoch": 1, "updates": 1, "seconds": 0.0, "loss": 0.0}]),
-        (f / FILES[4]).unlink(),
-    ],
-    "broken JSON": lambda f: [(f / name).write_bytes(b'{"a": \xff\n[1\n"x"\n') for name in FILES],
-    "other types": lambda f: [put(f, name, [[1], 2, None]) for name in FILES],
-    "strange values": lambda f: [
-        put(f, FILES[2], dict.fromkeys(RESULT, "text")),
-        put(f, FILES[3], [{"epoch": 1, "updates": 3}, {"epoch": 2, "loss": "x"}, {"rollback": {}}, {"epoch": "x"}]),
-        put(f, FILES[4], SAMPLES),
-    ],
-    "nested strangely": lambda f: [
-        put(f, FILES[2], {k: [{"x": None}] for k in RESULT}),
-        put(f, FILES[1], {"hosts": 3, "gpus": [4], "flags": 1}),
-    ],
-    "failed before the first epoch": lambda f: [
-        (f / FILES[3]).unlink(),
-        put(f, FILES[2], RESULT | {"status": "failed", "evaluation": {}, "examples_per_second": None}),
-    ],
-}
-
-
-@pytest.mark.parametrize("case", ODD)
-def test_odd_run_folders(case, tmp_path):
-    folder = full(tmp_path / "a", samples=20)
-    ODD[case](folder)
-    assert "<h2>Environment</h2>" in render(folder)
 
 
 def test_a_value_that_is_not_finite_is_a_gap_and_is_said(tmp_path):
@@ -211,12 +158,6 @@ def test_nothing_in_a_file_becomes_markup(tmp_path):
     assert page.count("<script") == 1 and "<img" not in page
 
 
-def test_what_is_not_markup_is_escaped():
-    inside = html_lib.tag("b", "<i>", html_lib.tag("i", 3), title='"&')
-    assert inside == '<b title="&quot;&amp;">&lt;i&gt;<i>3</i></b>'
-    assert html_lib.table(["a<"], [["b<"]], (0,)).count("&lt;") == 2
-
-
 # -- charts -----------------------------------------------------------------
 
 
@@ -231,40 +172,6 @@ def test_a_thinned_curve_keeps_its_extremes():
     assert line_chart.thin([1, 2], [3, None]) == [(1, 3), (2, None)]
 
 
-@pytest.mark.parametrize(
-    "low, high, tight, ticks",
-    [
-        (0, 900, True, [0, 200, 400, 600, 800]),
-        (0.5126, 1.6584, False, [0.5, 1, 1.5, 2]),
-        (0.7182, 1.0, False, [0.7, 0.8, 0.9, 1.0]),
-        (0, 0, True, [-0.4, -0.2, 0, 0.2, 0.4]),
-        (3, 3, False, [2.6, 2.8, 3, 3.2, 3.4]),
-    ],
-)
-def test_axes_have_round_labels(low, high, tight, ticks):
-    axis = line_chart.linear(low, high, 4 if not tight else 5, tight)
-    assert axis.ticks == pytest.approx(ticks)
-    assert axis.low <= low and high <= axis.high
-    assert tight or (axis.low, axis.high) == pytest.approx((ticks[0], ticks[-1]))
-
-
-def test_a_wide_range_is_logarithmic():
-    axis = line_chart.vertical([2e-4, 30.0], from_zero=False)
-    assert axis.log and axis.ticks == pytest.approx([1e-4, 1e-3, 1e-2, 0.1, 1, 10, 100])
-    assert axis.share(1e-4) == 0 and axis.share(0.1) == pytest.approx(0.5)
-    assert not line_chart.vertical([0.0, 30.0], from_zero=False).log
-    assert not line_chart.vertical([1, 1e6], from_zero=True).log
-
-
-def test_labels():
-    shown = " ".join(map(line_chart.label, (0, 0.05, 1200, 25_000, 1.5e6, 1e-6, -3)))
-    assert shown == "0 0.05 1,200 25k 1.5M 1e-6 -3"
-    shown = " ".join(map(line_chart.value, (0.9806, 12.3456, 123456.7, 2.5e-7)))
-    assert shown == "0.9806 12.346 123,457 2.5e-07"
-    shown = ", ".join(map(page_lib.duration, (0.123, 11.31, 750, 11520)))
-    assert shown == "0.12 s, 11.3 s, 12 min 30 s, 3 h 12 min"
-
-
 def test_what_a_rollback_has_undone_is_not_drawn(tmp_path):
     samples = [{"updates": u, "seconds": i, "loss": float(u)} for i, u in enumerate([10, 20, 30, 40, 20, 30, 50])]
     put(tmp_path, "timeline.jsonl", samples)
@@ -272,29 +179,6 @@ def test_what_a_rollback_has_undone_is_not_drawn(tmp_path):
     line = re.search(r"data-lines=\"([^\"]*)\"", page[max(0, page.index("<b>Loss") - 9999) :])
     drawn = json.loads(html.unescape(line[1]))[0]
     assert drawn["x"] == [10, 20, 30, 50]
-
-
-def test_the_first_calls_are_no_share_of_the_time_and_smoothing_is_named(tmp_path):
-    rows = [(None, 0.0), (10.0, 0.9), (20.0, 0.1)]
-    timeline = [
-        {"updates": i, "seconds": i, "loss": 1.0, "examples_per_second": r, "python": p}
-        for i, (r, p) in enumerate(rows)
-    ]
-    put(tmp_path, "timeline.jsonl", timeline)
-    put(tmp_path, "experiment.json", {"train": {"label_smoothing": 0.1}})
-    page = render(tmp_path)
-    drawn = [
-        line for found in re.findall(r"data-lines=\"([^\"]*)\"", page) for line in json.loads(html.unescape(found))
-    ]
-    assert [line["y"] for line in drawn if line["n"] == "Python"] == [[None, None, 10.0]]
-    assert "label smoothing 0.1" in page
-
-
-def test_many_gpus_are_summed_up(tmp_path):
-    gpus = [{"number": g, "load": g / 10, "memory_used": 1024, "memory_total": 2048} for g in range(8)]
-    put(tmp_path, "timeline.jsonl", [{"updates": u, "seconds": u, "gpus": gpus} for u in (1, 2)])
-    text = " ".join(text_of(curves.speed(run_files.read(tmp_path))).split())
-    assert "highest 70 mean of 8 35 lowest 0" in text and "GiB of 2" in text
 
 
 # -- writing it -------------------------------------------------------------
@@ -315,14 +199,6 @@ def test_a_report_never_makes_a_run_fail(tmp_path, monkeypatch):
     assert "report.html cannot be written" in problem and "\n" not in problem
     assert page_lib.write(run_folder.RunFolder(str(tmp_path / "other"), writes=False), RESULT) == ""
     assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.whole
-def test_it_stays_small(tmp_path):
-    folder = full(tmp_path, samples=20_000)
-    epochs = [{"epoch": i, "updates": i, "seconds": i, "loss": math.sin(i)} for i in range(1, 20_000)]
-    put(folder, "history.jsonl", epochs)
-    assert len(render(folder)) < 1_000_000
 
 
 # -- in a browser -----------------------------------------------------------
@@ -407,32 +283,6 @@ def test_it_fits_the_screen(viewport, scheme, browser, busy):
         assert page.evaluate(f"Math.min(...{sizes})") >= 11
         light = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert light == {"light": "rgb(244, 245, 247)", "dark": "rgb(18, 21, 26)"}[scheme]
-
-
-def contrast(one, two):
-    """Of two colours, as WCAG 2 counts it."""
-
-    def light(colour):
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        r, g, b = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
-    bright, dark = sorted((light(one), light(two)), reverse=True)
-    return (bright + 0.05) / (dark + 0.05)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast(scheme, browser, busy):
-    with shown(browser, busy, color_scheme=scheme) as page:
-        style = "name => getComputedStyle(document.documentElement).getPropertyValue(name).trim()"
-        colour = lambda name: page.evaluate(style, f"--{name}")
-        for text in ("text", "soft", "link", "good", "warn", "bad"):
-            for ground in ("card", "page"):
-                assert contrast(colour(text), colour(ground)) >= 4.5, (text, ground)
-        for name in ("good", "warn", "bad"):
-            assert contrast(colour(name), colour(f"{name}-ground")) >= 4.5, name
-        for i in range(1, 7):
-            assert contrast(colour(f"c{i}"), colour("card")) >= 3, f"line {i}"
 
 
 def test_the_values_under_the_pointer(browser, busy):

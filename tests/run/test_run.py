@@ -400,22 +400,6 @@ print(model.stop_training)
 
 
 @pytest.mark.faults
-def test_a_vocabulary_that_has_changed_is_refused(script, tmp_path):
-    (tmp_path / "own.py").write_text("""
-import keras, numpy as np
-words = keras.layers.StringLookup(vocabulary="words")
-model = keras.Sequential([keras.Input((), dtype="string"), words, keras.layers.Embedding(4, 1)])
-model.compile("sgd", "mse")
-model.fit(np.array(["a", "b"], object), np.ones((2, 1)), verbose=0)
-""")
-    for content, code in ("a\nb", 0), ("b\na", 2):
-        (tmp_path / "words").write_text(content)
-        done = script("--strategy=default", "--workdir=kept", program=("own.py",))
-        assert done.returncode == code, done.stderr
-    assert "call 1 of fit cannot continue: the setup of the model (Keras" in done.stderr
-
-
-@pytest.mark.faults
 def test_a_fit_within_a_callback_moves_no_seed(script, tmp_path):
     """A call that is restored does not call its callbacks again, and later ones had another order."""
     (tmp_path / "own.py").write_text("""

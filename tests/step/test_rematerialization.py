@@ -89,13 +89,9 @@ def sequences():
 
 BLOCKS = lambda way: keras.Sequential([keras.Input((8,)), Block(way), Block(way), L.Dense(1)])
 MODELS = {
-    "blocks": BLOCKS,
-    "unbuilt": lambda way: Stack(),
-    "residual": lambda way: residual(),
-    "nested": lambda way: nested(),
-    "two outputs": lambda way: two_outputs(),
-    "sequences": lambda way: sequences(),
-}
+    "blocks": BLOCKS, "unbuilt": lambda way: Stack(), "residual": lambda way: residual(),
+    "nested": lambda way: nested(), "two outputs": lambda way: two_outputs(), "sequences": lambda way: sequences(),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ from support import training_cases
 from support.training_cases import L
 
 import tfdist
-from tfdist.data.batch_layout import Batch, Layout, host_slices
 from tfdist.step.replica import Replica
 
 
@@ -64,26 +63,6 @@ def test_static_shapes_agree_with_keras_fit(static):
     assert training_cases.distance(ours[0], training_cases.weights(model)) < 1e-6
     np.testing.assert_allclose(ours[1]["loss"], history.history["loss"], rtol=1e-5)
     np.testing.assert_allclose(ours[1]["accuracy"], history.history["accuracy"], rtol=1e-5)
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 7, 12, 13])
-@pytest.mark.parametrize("replicas, accumulate", [(1, 1), (3, 1), (2, 3), (1, 4)])
-def test_every_row_is_given_once(count, replicas, accumulate):
-    """In the order of the layout that takes rows in the replica; a slice is padded by one row at most."""
-    layout = Layout(count, replicas, accumulate, static=True)
-    batch = Batch((tf.range(100, 100 + count),), (), tf.constant(count))
-    slices = host_slices(batch, layout)
-    seen = []
-    for micro in range(accumulate):
-        for one in slices:
-            rows = one.micro_batch(layout, count, micro, 0)
-            (data,) = rows.data
-            number = int(rows.size)
-            assert data.shape == [rows.max_size] and rows.max_size - number in (0, 1)
-            assert rows.padded == (rows.max_size > 1 and count % (replicas * accumulate) > 0)
-            assert rows.present is None or bool(rows.present) == (number > 0)
-            seen += data[:number].numpy().tolist()
-    assert seen == list(range(100, 100 + count))
 
 
 @pytest.mark.whole

@@ -5,13 +5,12 @@ import inspect
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from support import training_cases, worlds, zero_cases
 from support.refusals import refused
 from support.zero_cases import O, data, trained
 
 import tfdist
-from tfdist.keras_bridge import keras_internals, zero
+from tfdist.keras_bridge import zero
 from tfdist.trainer import on_batch
 
 WORLDS = {
@@ -179,11 +178,3 @@ def test_an_embedding_whose_gradient_has_no_shape(connect):
         return zero_cases.bits(built)
 
     assert run(0) == run(1)
-
-
-def test_slots_of_an_optimizer_are_found():
-    """`keras_internals.slots`: without them nothing would be sliced, and nobody would notice but by the memory."""
-    variable = keras.Variable(tf.zeros([3, 4]))
-    optimizer = O.AdamW(use_ema=True, gradient_accumulation_steps=2)
-    optimizer.build([variable])
-    assert [v.path.rpartition("_")[2] for v in keras_internals.slots(optimizer)] == ["momentum", "velocity"]

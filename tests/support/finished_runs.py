@@ -11,15 +11,10 @@ from conftest import REPOSITORY
 from support import processes
 
 TRAIN = [
-    "--config.model.options=channels=(4,), units=8",
-    "--config.train.epochs=2",
-    "--config.optimizer.warmup=0%",
-    "--config.optimizer.ema_momentum=0.9",
-    "--config.checkpoint.every=20 steps",
-    "--config.checkpoint.keep=2",
-    "--config.checkpoint.best=val_accuracy",
-    "--notensorboard",
-]
+    "--config.model.options=channels=(4,), units=8", "--config.train.epochs=2", "--config.optimizer.warmup=0%",
+    "--config.optimizer.ema_momentum=0.9", "--config.checkpoint.every=20 steps", "--config.checkpoint.keep=2",
+    "--config.checkpoint.best=val_accuracy", "--notensorboard",
+]  # fmt: skip
 
 
 def command(*arguments, folder, tfds_dir, starter=(sys.executable, "-m"), path="", **environ):

@@ -2,8 +2,6 @@
 
 import re
 import subprocess
-import sys
-import types
 
 import keras
 import numpy as np
@@ -15,7 +13,7 @@ from tfdist import config
 from tfdist.data import sources
 from tfdist.distributed import child_process
 from tfdist.errors import TrainingError, UserError
-from tfdist.topology import compile_child, compiler, known, program
+from tfdist.topology import compiler, known, program
 from tfdist.train import ahead_of_time
 
 L = keras.layers
@@ -113,40 +111,6 @@ def test_the_compilers_report_is_understood():
     said = "\n".join(ahead_of_time.lines(result, 6, known.find("v5e-8")))
     assert "v5e-8: 8 x TPU v5e, 6 rows on each" in said and "in 2.0 s, 3.0 GFLOP per update and device" in said
     assert "0.1 kB of 17.2 GB per device" in said and "1 all-reduce of 0.2 kB per update" in said
-
-
-@pytest.mark.parametrize(
-    "name, precision, traffic, exchanged, expected",
-    [
-        # 197e9 / 197e12 = 1 ms; 81.9e6 / 819e9 = 0.1 ms; 2 * 7 / 8 * 1e6 / 200e9 = 8.75 us.
-        ("v5e-8", "float32", 81.9e6, 1_000_000, "1,000 examples/s, by FLOPs .1 ms; memory 0.1, all"),
-        ("v5e-8", "float32", 8.19e9, 1_000_000, "100 examples/s, by memory .10 ms; FLOPs 1, all-reduce 0.00875.$"),
-        ("v5e-1", "float32", 81.9e6, 0, "by FLOPs .1 ms; memory 0.1.$"),
-        # 197e9 / 989e12 and / 494e12; 2 * 1 / 2 * 4.5e9 / 450e9 = 10 ms.
-        ("h100x2", "mixed_bfloat16", 3.35e6, 0, "5,020 examples/s, by FLOPs .0.199 ms"),
-        ("h100x2", "float32", 3.35e6, 4_500_000_000, "100 examples/s, by all-reduce .10 ms; FLOPs 0.399, mem"),
-    ],
-)
-def test_the_roofline_is_that_of_the_data_sheet(name, precision, traffic, exchanged, expected):
-    result = compiler.Compiled(needs=1, flops=197e9, traffic=traffic, exchanged=exchanged)
-    (line,) = ahead_of_time.roofline(result, 1, precision, known.find(name))
-    assert re.search(f"bound +at most .*{expected}", line), line
-
-
-def test_without_a_count_or_a_peak_there_is_no_roofline():
-    counted = compiler.Compiled(needs=1, flops=1e9, traffic=1e9)
-    assert not ahead_of_time.roofline(compiler.Compiled(needs=1), 1, "float32", known.find("v5e-8"))
-    assert not ahead_of_time.roofline(counted, 1, "float64", known.find("h100x2"))
-    assert all(ahead_of_time.roofline(counted, 1, "float32", known.find(f"{name}x2")) for name in known.GPUS)
-
-
-def test_compilers_for_tpus_run_beside_each_other_and_ask_nobody(monkeypatch):
-    """libtpu lets one process load it, unless told, and asks the Cloud which machine this is."""
-    environ = {}
-    monkeypatch.setitem(sys.modules, "libtpu", types.SimpleNamespace(get_library_path=lambda: "/lib/libtpu.so"))
-    monkeypatch.setattr(compile_child, "os", types.SimpleNamespace(environ=environ))
-    compile_child._environment("tpu")
-    assert environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] == environ["TPU_SKIP_MDS_QUERY"] == "1"
 
 
 def test_a_compiler_that_runs_out_of_memory_says_what_it_needs():

@@ -156,16 +156,10 @@ def test_measuring_that_runs_out_of_memory(connect):
 
 
 FLAGS = [
-    "--config.model.name=memory_hungry_model:model",
-    "--config.train.epochs=2",
-    "--config.data.name=synthetic",
-    "--notensorboard",
-    "--config.data.options=examples=160, shape=(4, 4, 1), classes=5",
-    "--config.train.batch_size=32",
-    "--workdir=out",
-    "--config.optimizer.warmup=0%",
-    "--config.train.steps_per_call=1",
-]
+    "--config.model.name=memory_hungry_model:model", "--config.train.epochs=2", "--config.data.name=synthetic",
+    "--notensorboard", "--config.data.options=examples=160, shape=(4, 4, 1), classes=5", "--config.train.batch_size=32",
+    "--workdir=out", "--config.optimizer.warmup=0%", "--config.train.steps_per_call=1",
+]  # fmt: skip
 
 
 def result(tmp_path):
@@ -230,20 +224,3 @@ def test_the_launcher_starts_it_again_by_itself(run, tmp_path, by_hand):
     found = result(tmp_path)
     assert found["restarts"] == 2
     same(found, by_hand)
-
-
-def test_notes_that_say_nothing(tmp_path):
-    from tfdist.checkpoints.run_folder import RunFolder
-
-    folder = RunFolder(str(tmp_path), True)
-    assert resume.read_accumulate(folder) == 1
-    for text in ("", "{", "[]", '{"accumulate": "many"}', '{"accumulate": -3}'):
-        (tmp_path / resume.ACCUMULATE).write_text(text)
-        assert resume.read_accumulate(folder) == 1
-    resume.record_accumulate_advice(
-        folder,
-        "lost worker 1 (here): it stopped: out of memory (x), at 8 examples at a time: " + resume.accumulate_advice(6),
-    )
-    assert resume.read_accumulate(folder) == 6
-    resume.record_accumulate_advice(folder, "something else")
-    assert resume.read_accumulate(folder) == 6

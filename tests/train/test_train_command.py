@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import pathlib
 import re
 
 import keras
@@ -15,8 +14,6 @@ from support import shipped
 import tfdist
 from tfdist.checkpoints import run_folder
 from tfdist.config import schedule
-from tfdist.errors import UserError
-from tfdist.monitoring import progress
 
 FAST = ["--config.model.name=mlp", "--config.train.epochs=3", "--config.optimizer.warmup=0%"]
 
@@ -87,17 +84,6 @@ def test_the_run_folder_and_what_is_printed(run, tmp_path):
     assert result(tmp_path / "runs" / "mine.1") == r
 
 
-@pytest.mark.parametrize("name", ["digits_mlp", pytest.param("synthetic_cnn", marks=pytest.mark.whole)])
-def test_configs_run(name, run, tmp_path):
-    short = ["--config.train.epochs=1", "--config.optimizer.warmup=0%"]
-    if name != "digits_mlp":
-        short.append("--config.data.options=examples=192")
-    flags = [f"--config={REPOSITORY}/configs/{name}.py", *short, "--virtual_devices=2", "--workdir=out"]
-    done = run("tfdist.train", *flags)
-    assert done.returncode == 0, done.stderr
-    assert result(tmp_path / "out")["status"] == "completed"
-
-
 def test_a_resume_on_a_renamed_table_is_refused_and_writes_nothing(run, tmp_path):
     """Predictions got the new names, and rows in the old words others."""
     rows = "a,town,y\n" + "".join(f"{i % 9},{'uvw'[i % 3]},{('cat', 'dog')[i % 2]}\n" for i in range(99))
@@ -124,20 +110,6 @@ def test_flagfiles_hold_environment_flags_only(run):
         assert names and set(names) <= {"--strategy", "--devices", "--virtual_devices", "--threads", "--jit"}
     done = run("tfdist.train", f"--flagfile={REPOSITORY}/flags/cpu_2.flags", *FAST, "--progress=none")
     assert "2 replicas on CPU:0, CPU:1" in done.stdout
-
-
-@pytest.mark.whole
-def test_statistics_of_each_replica_are_accepted_aloud(run, tmp_path):
-    flags = [
-        "--config.model.sync_batch_norm=False",
-        "--config.train.epochs=0",
-        "--config.train.steps=1",
-        "--virtual_devices=2",
-        "--progress=none",
-    ]
-    done = run("tfdist.train", *flags, f"--workdir={tmp_path}/out")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("WARNING: model.sync_batch_norm=False: each replica normalizes with its own rows") == 1
 
 
 def test_a_data_function_and_a_model_function(run, tmp_path):
@@ -207,11 +179,6 @@ def test_a_plan_by_steps():
     assert p.describe() == "70 updates of 48 examples on 2 replicas: 3 epochs of 1437 examples"
 
 
-def test_the_loss_comes_first_and_arrays_are_left_out():
-    logs = {"val_loss": 3.0, "val_only": 1e-7, "accuracy": 0.5, "loss": 1.0, "f1": np.ones(3)}
-    assert progress.numbers(logs) == "loss 1.0000 (val 3.0000)  accuracy 0.5000  val_only 1.000e-07"
-
-
 def test_json_has_no_nan(tmp_path):
     folder = run_folder.RunFolder(str(tmp_path / "a" / "b"))
     folder.create()
@@ -223,12 +190,6 @@ def test_json_has_no_nan(tmp_path):
     }  # fmt: skip
 
 
-def test_an_unwritable_workdir(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be written \(Not a directory\): choose another folder"):
-        run_folder.RunFolder(str(tmp_path / "file" / "x")).create()
-
-
 def test_importing_tfdist_imports_no_tensorflow(run, tmp_path):
     (tmp_path / "light.py").write_text(
         "import sys, tfdist\nassert 'tensorflow' not in sys.modules\nprint(tfdist.UserError)\n"
@@ -237,11 +198,6 @@ def test_importing_tfdist_imports_no_tensorflow(run, tmp_path):
     assert done.returncode == 0 and "UserError" in done.stdout, done.stderr
     with pytest.raises(AttributeError, match="no attribute 'fitt'"):
         tfdist.fitt  # noqa: B018
-
-
-def test_no_path_of_a_machine_in_the_package():
-    for path in pathlib.Path(tfdist.__file__).parent.rglob("*.py"):
-        assert str(REPOSITORY) not in path.read_text()
 
 
 OWN_CODE = """

@@ -151,32 +151,6 @@ def test_what_is_trainable_changes_with_compile_alone(connect):
     np.testing.assert_array_equal(model.layers[1].get_weights()[0], kept[0])
 
 
-class Late(keras.metrics.Metric):
-    """Creates its variable when it is first updated."""
-
-    rows = None
-
-    def update_state(self, y, outputs, sample_weight=None):
-        if self.rows is None:
-            self.rows = self.add_weight(shape=(), name="rows", initializer="zeros")
-        self.rows.assign_add(keras.ops.cast(keras.ops.shape(y)[0], "float32"))
-
-    def result(self):
-        return keras.ops.convert_to_tensor(self.rows)
-
-
-def test_batches_of_any_length_are_traced_three_times_at_most(connect, monkeypatch):
-    monkeypatch.setattr(keras_internals, "RESETS_ON_BATCH", True)
-    with connect(1).scope():
-        model = compiled(dense(), metrics=[Late()])
-    traces, first, (x, y) = [], 0, images(40)
-    model.call = lambda *args, call=model.call, **kwargs: (traces.append(1), call(*args, **kwargs))[1]
-    for rows in (12, 12, 7, 5, *range(1, 40)):
-        assert on_batch.train_on_batch(model, x[:rows], y[:rows], return_dict=True)["late"] == rows
-        first = len(traces) if rows == 12 and len(traces) < 4 else first
-    assert len(traces) == first + 2, "for the second number of rows, and for any others"
-
-
 def test_older_keras_goes_on_from_call_to_call(connect, monkeypatch):
     monkeypatch.setattr(keras_internals, "RESETS_ON_BATCH", False)
     by, model, (x, y) = ours(connect(2)), made("dense", connect(2)), images(24)

@@ -466,11 +466,6 @@ def test_metrics_in_the_place_of_loss_weights(connect):
         tfdist.fit(model, X, Y)
 
 
-def test_an_error_names_arguments(connect):
-    with refusals.refused("^unknown strategy=mirored: choose one of auto, default"):
-        tfdist.connect("mirored")
-
-
 def test_a_class_without_a_weight_keeps_1():
     """Also one that a loss ignores."""
     source = sources.weigh_classes(sources.as_source(X[:3], np.array([-1, 0, 5])), {0.0: 2.0})

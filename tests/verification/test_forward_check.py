@@ -140,33 +140,6 @@ def test_a_model_that_is_the_same_says_so_once(connect, said, measured):
     assert len(said) == 2, "one replica has nothing to agree with"
 
 
-def test_the_validation_of_a_training_that_was_checked_is_not_checked_again(connect, said):
-    model = made(connect(2), lambda: L.Dropout(0.5))
-    here = dict(distribution=connect(2), batch_size=8, verbose=0)
-    tfdist.fit(model, X, Y, validation_data=(X, Y), **here)
-    assert len([line for line in said if "checked" in line]) == 1, said
-    tfdist.evaluate(model, X, Y, **here)
-    tfdist.predict(model, X, **here)
-    assert len([line for line in said if "checked" in line]) == 3, said
-    again = made(connect(2), lambda: L.Dropout(0.5))  # as another process would make it
-    tfdist.evaluate(again, X, Y, **here)
-    tfdist.predict(again, X, **here)
-    assert len([line for line in said if "checked" in line]) == 3, said
-
-
-@pytest.mark.whole
-def test_code_that_cannot_be_read_is_checked_once_for_each_model(connect, said):
-    space = {"keras": keras}
-    exec("class Unread(keras.layers.Layer):\n  def call(self, x):\n    return x", space)
-    model = made(connect(2), space["Unread"])
-    here = dict(distribution=connect(2), batch_size=8, verbose=0)
-    for _ in range(2):
-        tfdist.evaluate(model, X, Y, **here)
-    assert len([line for line in said if "checked" in line]) == 1, said
-    tfdist.fit(made(connect(2), space["Unread"]), X, Y, **here)
-    assert len([line for line in said if "checked" in line]) == 2, said
-
-
 # -- what is not --------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.refusals import refused
-from support.source_columns import check_order, columns_of
+from support.source_columns import columns_of
 
 import tfdist
 from tfdist import config
@@ -84,11 +84,6 @@ def test_numbers_to_the_bit(saved, floats, x, want, monkeypatch):
     want = want.astype("float32" if x == "price" else floats).astype(floats)
     np.testing.assert_array_equal(columns_of(data.train)[0], want[:20])
     assert (data.spec.dtype, data.spec.shape) == (floats, want.shape[1:])
-
-
-def test_the_order_of_an_epoch_goes_on_at_any_update(saved):
-    data = tfdist.load_data(f"hf:{saved}", options="x=values", cache="stream", **CUT)
-    check_order(data.train, VALUES.astype("float32"), LABELS)
 
 
 def test_splits_that_were_shuffled_and_are_taken_together(saved, tmp_path):

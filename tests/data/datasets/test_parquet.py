@@ -99,12 +99,6 @@ def test_splits_in_several_files(tmp_path):
     assert len(got.eval.columns[1]) == 1
 
 
-def test_by_the_name_of_an_experiment(tmp_path):
-    path = write(tmp_path / "cars.parquet", CARS)
-    data = tfdist.load_data(f"parquet:{path}", train_split=CUT[0], eval_split=CUT[1], options="target=price")
-    assert (data.examples, [c.kind for c in data.spec.columns]) == (40, ["number", "category", "number"])
-
-
 def test_rows_that_float32_does_not_hold(tmp_path, caplog):
     path = write(tmp_path / "t.parquet", {"x": [1.0, float("inf"), 3.0, 1e39], "y": ["a", "b", "a", "b"]})
     with refused(r"t.parquet row 2 has inf for a number in column 'x'; .* row 4 has 1e\+39 .*skip"):
@@ -112,18 +106,6 @@ def test_rows_that_float32_does_not_hold(tmp_path, caplog):
     caplog.set_level("INFO", "tfdist")
     got = load(path, {"target": "y"}, ("train", "train"), skip=True)
     assert len(got.train.columns[1]) == 2 and "left out: " in caplog.text
-
-
-def test_new_rows_need_no_target(tmp_path):
-    got = load(write(tmp_path / "t.parquet", CARS), {"target": "price", "in_order": True}, ("train", "train"))
-    new = write(tmp_path / "new.parquet", {name: CARS[name] for name in ("doors", "colour", "size")})
-    options = {"target": "price", "delimiter": ";"}
-    (inputs,) = tables.read_rows(new, got.spec.columns, None, options, kind="parquet")
-    for name, values in inputs.items():
-        np.testing.assert_array_equal(values, got.train.columns[0][name])
-    lacking = write(tmp_path / "less.parquet", {"doors": DOORS})
-    with refused("lacks the columns size, colour"):
-        tables.read_rows(lacking, got.spec.columns, None, {}, kind="parquet")
 
 
 @pytest.mark.parametrize(

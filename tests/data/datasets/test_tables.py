@@ -390,18 +390,6 @@ def test_a_nul_makes_no_category(tmp_path, said):
         tables.prepare(str(tmp_path / "b.csv"), {"target": "y"}, ALL)
 
 
-def test_a_column_without_values_is_said(tmp_path, said):
-    rows = [["", str(i), str(2**60 + i), str(i)] for i in range(30)]
-    path = write(tmp_path / "a.csv", rows, ["empty", "x", "id", "y"])
-    tables.prepare(path, {"target": "y"}, ALL)
-    assert said == [
-        "WARNING: column 'empty' has no value in any training row, so nothing can be learned from it: "
-        "leave it out with data.options=leave_out=['empty']",
-        "WARNING: column 'id' has the value 1.15292e+18 in all training rows, so nothing can be learned from it: "
-        "leave it out with data.options=leave_out=['id']",
-    ]
-
-
 def test_whole_numbers_are_one_category_however_they_are_written(tmp_path, said):
     rows = [[("70", "8", "07")[i % 3], "ab"[i % 2]] for i in range(12)]
     path = write(tmp_path / "train.csv", rows, ["size", "y"])

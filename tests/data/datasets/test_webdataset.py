@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from support.refusals import refused
-from support.source_columns import check_order, columns_of
+from support.source_columns import columns_of
 
 import tfdist
 from tfdist import config
@@ -108,11 +108,6 @@ def test_what_other_files_hold(options, x, y, classes, tars):
     assert (data.spec.classes, data.spec.shape) == (classes, x.shape[1:])
     if "weight" in options:
         np.testing.assert_array_equal(found[2], np.arange(16) / 4)
-
-
-def test_the_order_of_an_epoch_goes_on_at_any_update(tars):
-    data = tfdist.load_data(f"webdataset:{tars}", cache="stream")
-    check_order(data.train, PIXELS[:16], LABELS[:16])
 
 
 def test_braces():

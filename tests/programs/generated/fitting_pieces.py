@@ -38,25 +38,16 @@ Remembers(0.05, {o})
 """)
 
 OPTIONS = [
-    "clipnorm=0.05",
-    "clipvalue=0.01",
-    "global_clipnorm=0.1",
-    "weight_decay=0.05",
-    "use_ema=True, ema_momentum=0.8",
-    "use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2",
-    "loss_scale_factor=32.0",
-    "clipnorm=0.1, use_ema=True, weight_decay=0.01",
-    "gradient_accumulation_steps=2",
-]
+    "clipnorm=0.05", "clipvalue=0.01", "global_clipnorm=0.1", "weight_decay=0.05", "use_ema=True, ema_momentum=0.8",
+    "use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2", "loss_scale_factor=32.0",
+    "clipnorm=0.1, use_ema=True, weight_decay=0.01", "gradient_accumulation_steps=2",
+]  # fmt: skip
 
 SCHEDULES = [
-    "schedules.ExponentialDecay(0.1, 2, 0.5)",
-    "schedules.PiecewiseConstantDecay([2, 4], [0.1, 0.05, 0.01])",
-    "schedules.PolynomialDecay(0.1, 5, power=2.0)",
-    "schedules.InverseTimeDecay(0.1, 2, 0.5)",
-    "schedules.CosineDecay(0.0, 4, warmup_target=0.1, warmup_steps=2)",
-    "schedules.CosineDecayRestarts(0.1, 2)",
-]
+    "schedules.ExponentialDecay(0.1, 2, 0.5)", "schedules.PiecewiseConstantDecay([2, 4], [0.1, 0.05, 0.01])",
+    "schedules.PolynomialDecay(0.1, 5, power=2.0)", "schedules.InverseTimeDecay(0.1, 2, 0.5)",
+    "schedules.CosineDecay(0.0, 4, warmup_target=0.1, warmup_steps=2)", "schedules.CosineDecayRestarts(0.1, 2)",
+]  # fmt: skip
 
 CALLBACKS = lines("""
 callbacks.LearningRateScheduler(lambda epoch, rate: 0.05 / (1 + epoch))
