@@ -371,6 +371,33 @@ def test_a_draw_without_a_seed_is_told_where_each_replica_would_make_a_generator
         tfdist.fit(model, np.ones((16, 4)), np.zeros(16), 8, verbose=0, distribution=connect(2), check_agreement="off")
 
 
+class Annealed(L.Layer):
+    """Counts its calls, whether it trains or not, and weighs a penalty by them."""
+
+    def build(self, shape):
+        self.calls = self.add_weight(initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        self.add_loss(self.calls * keras.ops.mean(x**2))
+        return x
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_building_a_model_is_no_call_of_it(connect, replicas):
+    x, ended = np.random.default_rng(0).normal(size=(16, 4)), []
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    for fit in keras.Model.fit, functools.partial(tfdist.fit, distribution=connect(replicas)):
+        keras.utils.set_random_seed(0)
+        with connect(replicas).scope() if fit is not keras.Model.fit else contextlib.nullcontext():
+            model = keras.Sequential([L.Dense(4), Annealed(), L.Dense(1)])
+            model.compile("sgd", "mse")
+        fit(model, x, x[:, :1], 8, shuffle=False, verbose=0)
+        ended.append(model.get_weights())
+    training_cases.all_same(*ended, rtol=1e-12)
+
+
 class Asking(L.Layer):
     """Computes in the type of the policy that the script has set, and by a function that only a scope knows."""
 

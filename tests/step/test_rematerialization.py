@@ -277,13 +277,81 @@ class OwnVariable(Block):
         return super().computed(x)
 
 
-@pytest.mark.parametrize("layer", [ByTensorFlow, InALoop, OwnVariable])
-def test_what_would_happen_twice_is_refused(connect, layer):
+class OwnFunction(Block):
+    @tf.function
+    def computed(self, x):
+        return self.hidden(x)[:, :8]
+
+
+class OwnWeight(OwnVariable):
+    def computed(self, x):
+        return self.out(self.hidden(x)) * tf.cast(self.count, x.dtype)
+
+
+class Flagged(Block):
+    """Is another layer when it is called again."""
+
+    def computed(self, x):
+        hidden = self.hidden(x)
+        return self.out(hidden) if self.calls else self.out(keras.ops.tanh(hidden))
+
+    def call(self, x):
+        self.calls = 0
+        x = self.inner(x)
+        self.calls = 1
+        return self.inner(x)
+
+
+REFUSED = {
+    ByTensorFlow: "draws by TensorFlow's RandomUniform",
+    InALoop: "draws by TensorFlow's RandomUniform",
+    OwnVariable: "writes a variable",
+    OwnFunction: "(trains variables of TensorFlow|reads weights in a tf.function)",
+    OwnWeight: "trains variables of TensorFlow",
+    Flagged: "computes something else when it is called again",
+}
+
+
+@pytest.mark.parametrize("layer", REFUSED)
+def test_what_would_not_be_the_same_again_is_refused(connect, layer):
     model = keras.Sequential([keras.Input((8,)), layer("keras.remat"), L.Dense(1)])
     model.compile("sgd", "mse")
-    what = "writes a variable" if layer is OwnVariable else "draws by TensorFlow's RandomUniform"
+    what = REFUSED[layer]
     with refused(f"the model {what}.*, and computes parts of itself again in the backward pass"):
         tfdist.fit(model, *examples("blocks"), verbose=0, distribution=connect(1))
+
+
+class Tied(L.Layer):
+    """Returns one of its weights, and a constant."""
+
+    def build(self, shape):
+        self.kernel, self.places = self.add_weight(shape=(8, 8)), tf.constant(np.linspace(0, 1, 8))
+
+    def call(self, x):
+        return x @ self.kernel, self.kernel, self.places
+
+    def compute_output_spec(self, x):
+        return tuple(keras.KerasTensor(shape, x.dtype) for shape in (x.shape, (8, 8), (8,)))
+
+
+@pytest.mark.parametrize("head", ["softmax", "sigmoid"])
+def test_the_loss_of_a_saturated_output_is_that_of_its_logits(connect, head):
+    """Of the probabilities it would be clipped, and its gradient zero."""
+    x, y = examples("blocks")[0] * 100, np.arange(22) % 5
+    loss = "sparse_categorical_crossentropy"
+    loss, y = (loss, y) if head == "softmax" else ("binary_crossentropy", np.eye(5)[y])
+    ended = []
+    for with_remat in False, True:
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((8,))
+        outputs, kernel, places = Tied()(inputs)
+        model = keras.Model(inputs, L.Dense(5, activation=head)(outputs @ keras.ops.transpose(kernel) + places))
+        if with_remat:
+            tfdist.remat(model)
+        model.compile(keras.optimizers.SGD(1e-4), loss)
+        history = tfdist.fit(model, x, y, shuffle=False, verbose=0, distribution=connect(1)).history
+        ended.append([*model.get_weights(), *history.values()])
+    all_same(*ended, rtol=1e-11, atol=1e-13)
 
 
 def test_what_is_no_block_is_refused():

@@ -131,6 +131,8 @@ takes_training = operator.attrgetter("_call_has_training_arg")
 """Whether a model's `call` has an argument `training`; Keras has read the signature, wrappers and all."""
 producing_layer = operator.attrgetter("_keras_history.operation")
 """The layer or operation that a symbolic tensor comes from; in public, only layers know their outputs."""
+is_deterministic = config.is_op_determinism_enabled
+"""Whether `tf.config.experimental.enable_op_determinism` has been called, which nothing public tells."""
 uncast = operator.attrgetter("_value")
 """What holds a Keras variable, in its own type; `value` casts it within a layer. None before it has a value."""
 
@@ -557,10 +559,6 @@ averaged_function = operator.attrgetter("_fn", "_fn_kwargs")
 
 
 # Optimizers.
-
-
-is_deterministic = config.is_op_determinism_enabled
-"""Whether `tf.config.experimental.enable_op_determinism` has been called, which nothing public tells."""
 
 
 def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

@@ -108,7 +108,9 @@ def supported(model: keras.Model, xla: bool) -> Iterator[None]:
     try:
         with keras_internals.patched((sys.modules[__name__], "_step", lambda _: _Step(model, xla, twice))):
             yield
-    except Exception:
+    except Exception as error:
+        if twice and "is out of scope and cannot be used here" in str(error):
+            twice.append("reads weights in a tf.function")
         if not any(twice):  # which lets TensorFlow fail with something else
             raise
     drawing = layer_state.drawing(layer_state.kinds_of(tf.compat.v1.get_default_graph())) if twice else []
