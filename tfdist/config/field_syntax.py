@@ -75,7 +75,7 @@ def image_size(text: str) -> tuple[int, int] | None:
     """Returns height and width in `data.image_size`; None if it is empty."""
     if not text:
         return None
-    sides = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", text)
+    sides = re.fullmatch(r"([1-9]\d{0,3})(?:x([1-9]\d{0,3}))?", text)
     if not sides:
         raise UserError(f"data.image_size={text!r} is not understood", "write 224, or height x width such as 192x256")
     return int(sides[1]), int(sides[2] or sides[1])

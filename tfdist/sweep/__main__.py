@@ -99,8 +99,7 @@ def _run(argv: list[str]) -> int:
     gpus = trial.find_hardware(values.devices, os.environ).gpus if values.parallel > 1 else ()
     where = runner.places(values.parallel, gpus, sorted(os.sched_getaffinity(0)))
     command_line.clean_up_when_ended()
-    title = f"{experiment.name} over {', '.join(fields)}"
-    return runner.Sweep(title, search, command(values, path), path, where).run()
+    return runner.Sweep(f"{experiment.name} over {', '.join(fields)}", search, command(values, path), path, where).run()
 
 
 def main() -> None:

@@ -228,7 +228,7 @@ def _source(
         count = info.splits[split].num_examples
     except (KeyError, ValueError, AssertionError):
         raise UserError(f"unknown {field} {split!r}: {data.name} has {', '.join(info.splits)}") from None
-    if not count:
+    if count <= 0:  # of a slice that ends before it begins
         raise UserError(f"{field}={split!r} of {data.name} is empty", "choose a split with examples")
     columns = tfds.features.FeaturesDict({key: info.features[key] for key in keys})
     fixed = is_fixed(columns)
