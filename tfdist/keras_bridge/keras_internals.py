@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend import compute_output_spec
 from keras.src.backend.common import global_state
 from keras.src.backend.common import remat as keras_remat
 from keras.src.backend.tensorflow import random as backend_random
@@ -112,14 +111,6 @@ def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
     return list(layer._trainable_variables)
 
 
-def build_symbolically(model: keras.Model, inputs: Structure) -> None:
-    """Creates the weights of a model that has none yet, as Keras' `fit` does: a call with numbers would write state."""
-    if not all(layer.built for layer in flat_layers(model)):
-        specs = keras.tree.map_structure(lambda t: keras.KerasTensor(t.shape, t.dtype.name), inputs)
-        with contextlib.suppress(Exception):  # of layers that take no symbols, and are built by a call
-            compute_output_spec(model, specs, training=False)
-
-
 def own_variables(layer: keras.Layer) -> list[keras.Variable]:
     """Returns the weights that a layer has itself; `layer.weights` also has those of the layers inside it."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]
@@ -133,6 +124,8 @@ producing_layer = operator.attrgetter("_keras_history.operation")
 """The layer or operation that a symbolic tensor comes from; in public, only layers know their outputs."""
 is_deterministic = config.is_op_determinism_enabled
 """Whether `tf.config.experimental.enable_op_determinism` has been called, which nothing public tells."""
+MAYBE_BUILD = "_maybe_build"
+"""The method in which a layer that is called builds itself, by a `build` of its own or without."""
 uncast = operator.attrgetter("_value")
 """What holds a Keras variable, in its own type; `value` casts it within a layer. None before it has a value."""
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -103,8 +104,10 @@ class Write(NamedTuple):
 
 
 @contextlib.contextmanager
-def noting_writes() -> Iterator[list[Write]]:
+def noting_writes(of_created: bool = False) -> Iterator[list[Write]]:
     """Yields a list that holds, after it, the variables that are written within it, and not created within it.
+
+    `of_created`: also those, but for what a layer writes while it is built, which is what they begin with.
 
     No public hook sees a write, and those of a user's code may go to variables that no object of Keras knows.
     """
@@ -116,7 +119,7 @@ def noting_writes() -> Iterator[list[Write]]:
     def note(variable: tf.Variable) -> None:
         if id(variable.handle) in noted:
             noted[id(variable.handle)].threads.add(threading.get_ident())
-        elif id(variable.handle) not in created:
+        elif id(variable.handle) not in created or (of_created and not building()):
             with tf.init_scope():
                 if not tf.is_symbolic_tensor(variable.handle) and variable.is_initialized():
                     noted[id(variable.handle)] = Write(variable, variable.numpy(), {threading.get_ident()})
@@ -132,6 +135,7 @@ def noting_writes() -> Iterator[list[Write]]:
 
         return method
 
+    building = lambda: any(f.f_code.co_name == keras_internals.MAYBE_BUILD for f, _ in traceback.walk_stack(None))
     changes = [(k, n, functools.partial(noting, n)) for k in kinds for n in [*writing, "__init__"] if n in vars(k)]
     writes: list[Write] = []
     try:
@@ -162,7 +166,7 @@ def unchanged(variables: Sequence[keras.Variable | tf.Variable]) -> Iterator[Non
     before = Snapshot(variables)
     others: list[Write] = []
     try:
-        with noting_writes() as others:
+        with noting_writes(of_created=True) as others:
             yield
     finally:
         for write in others:

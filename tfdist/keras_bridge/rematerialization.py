@@ -239,7 +239,7 @@ def recompute(step: _Step, f: Callable[..., Any], args: tuple, kwargs: dict[str,
                 tape.watch([*filter(is_differentiable, again), *captured])
                 begin = len(tf.compat.v1.get_default_graph().get_operations())
                 _, leaves, done = run(again[: len(inputs)], dict(zip(before, again[len(inputs) :])))
-                new = _made_since(begin, inputs)
+                new = _made_since(begin, again)
                 if {tensor.name for op in new for tensor in op.inputs} & {tensor.name for tensor in sources}:
                     step.twice.append("reads weights in a tf.function")
                 kinds = lambda ops: [op.type for op in ops if not _NOT_COMPARED.fullmatch(op.type)]
@@ -259,11 +259,13 @@ def recompute(step: _Step, f: Callable[..., Any], args: tuple, kwargs: dict[str,
         keras_internals.loss_owner(step.model, loss).add_loss(result)
     returned = [leaf for leaf in keras.tree.flatten(outputs) if tf.is_tensor(leaf)]
     of_logits = iter(results[len(returned) :])
-    for leaf, result in zip(returned, results):
+    for i, leaf in enumerate(returned):
+        if hasattr(leaf, keras_internals.LOGITS):
+            setattr(results[i], keras_internals.LOGITS, next(of_logits))
+        elif keras_internals.logits(leaf) is not None:  # of which a loss looks at the kind of its operation
+            results[i] = getattr(tf.nn, leaf.op.type.lower())(next(of_logits))
         if (mask := getattr(leaf, keras_internals.MASK, None)) is not None:
-            setattr(result, keras_internals.MASK, mask)
-        if keras_internals.logits(leaf) is not None:
-            setattr(result, keras_internals.LOGITS, next(of_logits))
+            setattr(results[i], keras_internals.MASK, mask)
     remaining = iter(results)
     return keras.tree.map_structure(lambda leaf: next(remaining) if tf.is_tensor(leaf) else leaf, outputs)
 
@@ -271,7 +273,7 @@ def recompute(step: _Step, f: Callable[..., Any], args: tuple, kwargs: dict[str,
 def _made_since(number: int, of_replica: list[tf.Tensor]) -> list[tf.Operation]:
     """Returns the operations of the graph, but for so many, on a replica's device: replicas are traced by turns."""
     device = lambda thing: thing.device.rpartition("/")[2]
-    devices = {*map(device, of_replica)}
+    devices = {*map(device, of_replica)} or {""}
     made = tf.compat.v1.get_default_graph().get_operations()[number:]
     return made if "" in devices else [op for op in made if device(op) in devices]
 

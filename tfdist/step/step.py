@@ -229,7 +229,6 @@ class Step:
     def _outputs(self, x: Structure) -> Structure:
         """Returns the model's outputs; None of a model that is only trained, by a step of its own."""
         model = self.model
-        keras_internals.build_symbolically(model, x)
         frozen = set(map(id, keras_internals.fixed_variables(model)))  # may be gigabytes
         kept = {id(v): v for v in [*model.non_trainable_variables, *model.metrics_variables] if id(v) not in frozen}
         static = self.distribution.static_shapes

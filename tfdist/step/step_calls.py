@@ -219,8 +219,8 @@ def explained(
 
 def complaint(error: Exception) -> UserError | None:
     """Returns what a user can act on, if TensorFlow's words are known."""
-    known = () if isinstance(error, UserError) else _COMPLAINTS
-    found = ((re.search(pattern, str(error)), advice) for pattern, advice in known)
+    of_tensorflow = isinstance(error, ValueError) or type(error).__module__.startswith("tensorflow.")
+    found = ((re.search(pattern, str(error)), advice) for pattern, advice in _COMPLAINTS if of_tensorflow)
     return next((UserError(f"{words[0]}{advice}") for words, advice in found if words), None)
 
 
