@@ -33,7 +33,8 @@ _FROM_ZERO = (
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     *((field, lambda value: value >= 1, "be at least 1") for field in _FROM_ONE),
     *((field, lambda value: value >= 0, "not be negative") for field in _FROM_ZERO),
-    *((field, lambda value: value < 2**31, "be below 2**31") for field in (*_FROM_ONE, "optimizer.learning_rate")),
+    *((field, lambda value: value < 2**31, "be below 2**31") for field in _FROM_ONE),
+    ("optimizer.learning_rate", lambda value: value < 1e38, "be below 1e38"),
     ("optimizer.layer_decay", lambda value: 0 < value <= 1, "be in (0, 1]"),
     ("optimizer.ema_momentum", lambda value: 0 <= value < 1, "be in [0, 1)"),
     ("train.zero_stage", lambda value: value in (0, 1), "be 0 or 1"),
