@@ -68,11 +68,11 @@ LIKE_OTHERS = "endless data set", "of unknown length", "generator"
 IN_AN_EVALUATION = r"^found after \d+ batches: .* in an evaluation: loss 'ignoring' differs"
 
 
-def compiled(connect, *layers, loss=ignoring, replicas=2):
+def compiled(connect, *layers, loss=ignoring, replicas=2, metrics=None):
     keras.utils.set_random_seed(0)
     with connect(replicas).scope():
         model = keras.Sequential([keras.Input((3,)), *(layer() for layer in layers), L.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.01), loss)
+        model.compile(keras.optimizers.SGD(0.01), loss, metrics=metrics)
     return model
 
 
@@ -168,6 +168,15 @@ def test_a_check_that_is_repeated_changes_nothing_and_keeps_no_model(connect):
     del model, history
     gc.collect()
     assert gone() is None
+
+
+def test_r2_score_of_a_single_row(connect):
+    """It is the quotient of two rounding errors, which replicas need not share; what it sums up they do."""
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(53, 3)), generator.normal(size=(53, 1))
+    model = compiled(connect, lambda: L.Dense(3), FreeBits, loss="mae", metrics=["r2_score"])
+    history = tfdist.fit(model, x, y, 13, distribution=connect(2), shuffle=False, verbose=0).history
+    assert np.isfinite(history["r2_score"]).all()
 
 
 class Capacity(L.Layer):

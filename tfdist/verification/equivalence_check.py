@@ -273,7 +273,8 @@ def _by_order(probe: EquivalenceProbe, outcome: _Outcome, least: float, some: Se
     """Returns what differs since the order of the rows decides, as with a capacity; None where it may be random."""
     random, kept = probe.draws_random_numbers(), outcome.whole.values if least == NO_ROUNDING else outcome.noise
     # Without random numbers, what is another the next time follows a state, as of a layer that keeps the last rows.
-    names = [name for name in kept if outcome.noise[name] > least and not (random and name.startswith(STATE))]
+    noisy = [name for name, noise in outcome.noise.items() if name in kept and noise > least]
+    names = [name for name in noisy if not (random and name.startswith(STATE))]
     distances = {name: outcome.distances[name] for name in names if outcome.distances[name] > least}
     again = probe.run(True, times=2, some=some) if random and distances else outcome.whole
     (repeated,) = _of_all_workers(probe, outcome.whole.distance(again))

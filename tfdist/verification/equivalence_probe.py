@@ -28,6 +28,7 @@ from tfdist.step.step import Step, spread_over
 
 PIECE = 1 << 16  # numbers that are compared at a time
 STATE, METRIC, OUTPUT = "the variable", "metric", "output"  # prefixes of the names of some values
+SUMS = f"{METRIC} '{metrics.SUMS} "
 
 
 class ProbeResult(NamedTuple):
@@ -38,15 +39,18 @@ class ProbeResult(NamedTuple):
 
     def is_finite(self) -> bool:
         """Returns whether all but the outputs, which a model may mean to be infinite, are finite."""
-        values = [value for name, value in self.values.items() if not name.startswith(OUTPUT)]
+        values = [value for name, value in self.values.items() if not name.startswith((OUTPUT, SUMS))]
         return all(np.isfinite(array).all() for array in (*values, *self.gradient))
 
     def distance(self, other: "ProbeResult") -> dict[str, float]:
         """Returns relative differences by name; of the gradient the norm over all weights.
 
-        By weight it would raise false alarms: biases that change nothing are pure rounding.
+        By weight it would raise false alarms: biases that change nothing are pure rounding. Metrics of Keras are no
+        further apart than all that they sum up.
         """
-        distances = {name: _relative([value], [other.values[name]]) for name, value in self.values.items()}
+        apart = {name: _relative([value], [other.values[name]]) for name, value in self.values.items()}
+        sums = max((apart.pop(name) for name in self.values if name.startswith(SUMS)), default=np.inf)
+        distances = {name: min(d, sums) if name.startswith(METRIC) else d for name, d in apart.items()}
         if self.gradient:
             distances["the gradient"] = _relative(self.gradient, other.gradient)
         return distances
@@ -280,7 +284,7 @@ class EquivalenceProbe:
                     metric.reset_state()
             values, gradient = (self._own_step if self._own else self._compiled_pass)(replica, layout, batch)
             if single:
-                results = metrics.of_replica(model, bool(self._own))
+                results = metrics.with_sums(model, bool(self._own))
                 values.update({f"{METRIC} {name!r}": value for name, value in results.items()})
             values.update(self._kept(replica))
             return values, gradient
@@ -313,7 +317,7 @@ class EquivalenceProbe:
             values, gradient = results
             values, gradient = {n: first(v) for n, v in values.items()}, [first(g) for g in gradient]
             if not single:
-                results = metrics.results(model, distribution, bool(self._own))
+                results = metrics.results(model, distribution, bool(self._own), metrics.with_sums)
                 values.update({f"{METRIC} {name!r}": value for name, value in results.items()})
             return values, gradient
 
