@@ -255,6 +255,7 @@ _COMPLAINTS = (
         ": make them alike in the data",
     ),
     (r"stateful layers carry on .*? is made for", ""),
+    (r"(corrupted|truncated) record at \d+", ": a TFRecord file of the data is damaged, copy or prepare it again"),
     (
         r"tf\.function only supports singleton tf\.Variables created on the first call"
         r"|seed_generator_state(?=/replica_\d+/Initializer)",

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import socket
 
@@ -277,6 +278,29 @@ def test_a_damaged_description(content, folders, tmp_path):
     next(copy.rglob("dataset_info.json")).write_text(content)
     with refused(r"data set 'photos' cannot be opened: .*: correct the .json files"):
         registry.load(experiment(copy, name="photos", image_size="8"))
+
+
+@pytest.mark.parametrize(
+    "cache, damage, message",
+    [
+        (
+            "memory",
+            lambda path, data: path.write_bytes(data[:500] + b"?" + data[501:]),
+            "record 4 of {} does not match",
+        ),
+        ("memory", lambda path, data: path.write_bytes(data[:-9]), "{} is cut off behind 1,436 records"),
+        ("stream", lambda path, data: path.write_bytes(b""), "{} is empty"),
+        ("stream", lambda path, data: path.unlink(), "{} cannot be read: No such file"),
+    ],
+    ids=["a byte", "cut", "empty", "gone"],
+)
+def test_damaged_records_of_tfds(cache, damage, message, tmp_path):
+    """TensorFlow names no file, and the command would be tried again."""
+    registry.load(experiment(tmp_path, name="digits"))
+    path = next(tmp_path.rglob("*train.tfrecord*"))
+    damage(path, path.read_bytes())
+    with refused(message.format(re.escape(str(path)))):
+        registry.load(experiment(tmp_path, name="digits", cache=cache))
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,11 @@ from tfdist.config import field_syntax, local_files
 from tfdist.data.arrays import Arrays, crc, in_memory
 from tfdist.data.augmentation.ops import parse, resize
 from tfdist.data.batches import Batches
+from tfdist.data.datasets import tfrecords
 from tfdist.data.datasets.examples import stored_reader
 from tfdist.data.loaded import Loaded
 from tfdist.data.protocol import Source
-from tfdist.data.records import Records
+from tfdist.data.records import Records, reason
 from tfdist.data.sources import check_labels
 from tfdist.data.spec import Spec, Structure
 from tfdist.errors import UserError, one_line, shown
@@ -202,7 +203,17 @@ def load(experiment: config.Experiment, memory: float, prepare: bool = True) -> 
         what = f"data set {data.name!r} does not say which feature is the target"
         raise UserError(what, "wrap it in a package.module:function")
     inputs = _input_spec(data, features[keys[0]], keys[0])
-    train, evaluation = (_source(experiment, builder, inputs, memory, field) for field in ("train", "eval"))
+    try:
+        train, evaluation = (_source(experiment, builder, inputs, memory, use) for use in ("train", "eval"))
+    except tf.errors.OpError as error:  # of files that are damaged, empty or gone, which it does not name
+        problems = [reason(error)]
+        if builder.info.file_format == tfds.core.FileFormat.TFRECORD:
+            paths = [str(path) for split in builder.info.splits.values() for path in split.filepaths]
+            problems = [*tfrecords.index(paths, thorough=True).broken, *problems]
+        raise UserError(
+            f"data set {data.name!r} in {builder.data_dir} cannot be read: {problems[0]}",
+            "copy that file again, or delete the folder to prepare the data set again",
+        ) from error
     target = features[keys[1]]
     spec = Spec(
         tuple(inputs.shape),
