@@ -53,6 +53,11 @@ def test_a_command_whose_words_are_its_result_fails(code, full):
     assert child(code, stdout=full) == (1, said)
 
 
+def test_words_that_the_encoding_has_not(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    assert child(r"print('\u00fc')") == (0, "")
+
+
 def test_words_that_are_dispensable(full):
     code = "s.dispensable(), print('x' * 100_000), messages.logger.info('x')"
     assert child(code, stdout=full) == (0, f"tfdist: WARNING: {FULL}: the run goes on without its words\n")

@@ -60,6 +60,7 @@ def test_classes_and_nested_folders(tmp_path):
     (tmp_path / "cat" / ".DS_Store").write_text("x")
     (tmp_path / "notes.txt").write_text("not in a class")
     (tmp_path / "cat" / "circle").symlink_to("../cat")
+    (tmp_path / "owl" / "up").symlink_to("..")
     names, splits = image_folder.listing(str(tmp_path), "it")
     assert names == ("cat", "dog", "owl") and set(splits) == {"train"}
     train = splits["train"]

@@ -1,6 +1,7 @@
 """Standard output and error that are full, closed or gone: a run does without its words, and not without its end."""
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -68,6 +69,9 @@ def secured() -> Iterator[None]:
     """
     fill()
     streams = [sys.stdout, sys.stderr]
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):  # names that its encoding has not are escaped
+            stream.reconfigure(errors="backslashreplace")
     sys.stdout, sys.stderr = cast("IO[str]", _Stream(sys.stdout, True)), cast("IO[str]", _Stream(sys.stderr, False))
     try:
         yield

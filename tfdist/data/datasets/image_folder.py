@@ -77,7 +77,7 @@ def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
     else:
         folders = {"train": root}
     by_split = {
-        split: {name: sorted(_files(os.path.join(folder, name), name)) for name in _folders(folder)}
+        split: {name: sorted(_files(os.path.join(folder, name), name, [root, folder])) for name in _folders(folder)}
         for split, folder in folders.items()
     }
     names = tuple(sorted({name for classes in by_split.values() for name, files in classes.items() if files}))
@@ -112,12 +112,11 @@ def _folders(path: str) -> list[str]:
     return sorted(name for name, is_folder in _entries(path) if is_folder)
 
 
-def _files(folder: str, below: str, above: tuple = ()) -> Iterator[str]:
-    """Finds all files in `folder` and below, as paths from `below` on; it follows links, but not in a circle."""
-    status = os.stat(folder)
-    if (status.st_dev, status.st_ino) in above:
+def _files(folder: str, below: str, above: list[str]) -> Iterator[str]:
+    """Finds all files in `folder` and below, as paths from `below` on; it follows links, but not to a folder above."""
+    if any(os.path.samefile(folder, other) for other in above):
         return
-    above = (*above, (status.st_dev, status.st_ino))
+    above = [*above, folder]
     for name, is_folder in _entries(folder):
         if is_folder:
             yield from _files(os.path.join(folder, name), f"{below}/{name}", above)
