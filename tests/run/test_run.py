@@ -499,10 +499,11 @@ class Data(keras.utils.PyDataset):
 
 @pytest.mark.faults
 def test_what_only_the_script_knows_of_a_finished_call_is_made_again(script, tmp_path):
-    """A callback's own attributes, a generator that later calls go on with, and files that callbacks go on with."""
+    """A callback's own attributes, a generator that later calls go on with, files that callbacks go on with or write
+    under another name in each start, and variables outside of the model."""
     (tmp_path / "own.py").write_text("""
 import os, signal, sys
-import keras, numpy as np
+import keras, numpy as np, tensorflow as tf
 keras.utils.set_random_seed(1)
 class Best(keras.callbacks.Callback):
     best = np.inf
@@ -519,9 +520,19 @@ logs = [keras.callbacks.CSVLogger("rows.csv", append=True)]
 logs += [keras.callbacks.BackupAndRestore("backup", delete_checkpoint=False)]
 print("history", model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[best, *logs]).history)
 print("history", model.fit(batches(), verbose=0).history)
+class Counting(keras.Sequential):
+    def train_step(self, data):
+        seen.assign_add(1.0)
+        return super().train_step(data)
+seen, counting = tf.Variable(0.0), Counting([keras.layers.Dense(1)])
+counting.compile("sgd", "mse")
+counting.fit(x, x[:, :1], epochs=2, verbose=0)
+weights = f"{os.getpid()}.weights.h5"
+model.fit(x, x[:, :1], verbose=0, callbacks=[keras.callbacks.ModelCheckpoint(weights, save_weights_only=True)])
 if "KILL" in os.environ:
     os.kill(os.getpid(), signal.SIGKILL)
-print("history", model.fit(batches(), verbose=0).history)
+model.load_weights(weights)
+print("history", seen.numpy(), model.fit(batches(), verbose=0).history)
 print("weights", best.best, [float(w.sum()) for w in model.get_weights()])
 """)
     whole, rows = script("--strategy=default", program=("own.py",)), (tmp_path / "rows.csv").read_text()
@@ -534,6 +545,8 @@ print("weights", best.best, [float(w.sum()) for w in model.get_weights()])
     assert (tmp_path / "rows.csv").read_text() == rows
     assert "call 1 of fit trains again from its start, with the same result: Best is a callback" in again.stderr
     assert "call 2 of fit trains again from its start, with the same result: x is a generator" in again.stderr
+    assert "call 3 of fit trains again from its start, with the same result: its training step writes" in again.stderr
+    assert "call 4 of fit trains again from its start, with the same result: a ModelCheckpoint of it" in again.stderr
 
 
 @pytest.mark.faults

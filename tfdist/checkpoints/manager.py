@@ -70,6 +70,7 @@ class Checkpoints:
         self._experiment, self._data_sha256, self.facts = dict(experiment or {}), data_sha256, dict(facts or {})
         self.off = every == "off"
         self.begun: Callable[[], None] = lambda: None  # called once nothing of the run to resume is refused any more
+        self.cannot_hold: Callable[[set[str]], None] = lambda names: None  # called with variables of no layer
         self.resumed_from: int | None = None  # update
         self.paused = 0.0  # seconds for which training has waited for checkpoints
         self._updates, self._seconds = math.inf, math.inf

@@ -24,6 +24,7 @@ MODEL_FILE = "the model's file"  # name of the fact that is the SHA-256 of the f
 HARMLESS = (  # fields of the experiment that change how it runs and not its result
     "config.train.accumulate",
     "config.model.remat",
+    "config.train.audit",
     "config.train.steps_per_call",
     "config.train.on_nonfinite",
     "config.train.max_rollbacks",

@@ -154,6 +154,9 @@ class Train:
     (see docs/sameness.md); 0 for off."""
     zero_stage: int = 0
     """1 keeps a slice of the optimizer's state on each replica: less memory, same result (see docs/methods.md)."""
+    audit: int = 0
+    """Updates between two recomputations of a batch on every device, which must have the same bits, and needs
+    virtual_replicas (see docs/reliability.md); 0 for never."""
     precision: str = "float32"
     """`float32`, `float64`, `mixed_bfloat16` or `mixed_float16`."""
     loss: str = ""

@@ -26,7 +26,7 @@ OF_FIELDS = {
 LONGEST_NAME = 200  # bytes; file systems take 255 in the name of a folder, with what comes before and after
 _FROM_ONE = ("train.batch_size", "eval.batch_size", "train.accumulate", "train.max_rollbacks", "checkpoint.keep")
 _FROM_ZERO = (
-    "train.epochs", "train.steps", "train.steps_per_call", "train.virtual_replicas", "train.patience",
+    "train.epochs", "train.steps", "train.steps_per_call", "train.virtual_replicas", "train.audit", "train.patience",
     "optimizer.learning_rate", "optimizer.weight_decay", "optimizer.clip_norm",
     "optimizer.base_batch",
 )  # fmt: skip
@@ -116,6 +116,8 @@ def _combinations(experiment: Experiment) -> None:
             "whose sums are exact",
             "leave out one of them",
         )
+    if train.audit and not train.virtual_replicas:
+        raise UserError("train.audit compares the bits of virtual replicas", "set train.virtual_replicas, too")
     if optimizer.decay_exclude and not optimizer.weight_decay:
         what = f"optimizer.decay_exclude={optimizer.decay_exclude!r} has nothing to exclude from"
         raise UserError(what, "set weight_decay")

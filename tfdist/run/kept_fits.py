@@ -83,7 +83,7 @@ class KeptFits:
         folder = self._fits / f"{self._number:04d}"
         where, facts = self._distribution, _facts(model, arguments)
         facts["place"] = f"{where.device_kind} {cpu_kernels.in_use()} {where.name} {where.replicas}"
-        facts, mark = where.peers.gather("a call of fit", [facts, uuid.uuid4().hex])[0]
+        facts, mark, written = where.peers.gather("a call of fit", [facts, uuid.uuid4().hex, _written(arguments)])[0]
         before, own = self._recorded(folder), _not_kept(arguments)
         if own and not before and not self._warned:
             self._warned = True
@@ -98,7 +98,7 @@ class KeptFits:
                 free = (STARTING, CONTENT, setups.ENCLOSED) if self._trained_again else STARTING
                 facts |= {name: fact for name, fact in before["facts"].items() if name.startswith(free)}
             _check_same(self._number, facts, before["facts"], self._options.resume_changed)
-            why = own or (before["end"] is not None and _consumed(arguments))
+            why = own or _lost(before, written) or (before["end"] is not None and _consumed(arguments))
             self._trained_again |= bool(why)
             if why:
                 logger.info(f"call {self._number} of fit trains again from its start, with the same result: {why}")
@@ -109,17 +109,24 @@ class KeptFits:
                 what = f"call {self._number} of fit wrote {before['changed']}, which has changed since"
                 raise UserError(what, "give each call its own file and start anew, or use --resume_changed")
         new = {"facts": facts, "mark": mark, "continued": _continued(arguments)}
-        record = self._begin_random(folder, new, before) | {"facts": facts}
+        record = self._begin_random(folder, new, before) | {"facts": facts, "written": written, "foreign": []}
         # So that no checkpoint of another folder is taken for one of this call; records of 0.2.0 have no mark.
         of_call = {"call of fit": record["mark"]} if "mark" in record else {}
         changed = self._options.resume_changed
         kept = Checkpoints(folder, every=self._every, keep=2, changed=changed, experiment=of_call)
+
+        def cannot_hold(names: set[str]) -> None:
+            record["foreign"] = sorted({*record["foreign"], *names})
+            self._write(folder, record)
+
+        kept.cannot_hold = cannot_hold
         self._depth += 1
         try:
             with self._distribution.peers.seeing_signals(), Signals() as signals:
                 history = self._reported(fit, model, arguments | {"checkpoints": kept, "should_stop": signals.reason})
         except Interrupted as stopped:
-            logger.info(f"{stopped}: the same command {'trains this call again' if own else 'continues from there'}")
+            again = own or record["foreign"]
+            logger.info(f"{stopped}: the same command {'trains this call again' if again else 'continues from there'}")
             raise SystemExit(143) from None
         finally:
             self._depth -= 1
@@ -275,6 +282,14 @@ def _not_kept(arguments: Mapping[str, Any]) -> str:
         return "validation_data reads the shuffle() of x, whose order each reading moves on"
     odd = [type(callback).__name__ for callback in _callbacks(arguments) if training_run.starts_anew(callback)]
     return f"{odd[0]} is a callback of its own, without get_state and set_state" if odd else ""
+
+
+def _lost(before: Mapping[str, Any], written: list[str]) -> str:
+    """Returns what an earlier start has made that no checkpoint holds, if the script needs it after the call."""
+    if names := before.get("foreign"):
+        return f"its training step writes variables that belong to no layer of the model ({', '.join(names)})"
+    earlier = before.get("written", written)
+    return f"a ModelCheckpoint of it wrote {earlier[0]}, and now writes {written[0]}" if earlier != written else ""
 
 
 def _consumed(arguments: Mapping[str, Any]) -> str:

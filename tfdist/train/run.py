@@ -138,6 +138,7 @@ class Run:
             lr_multipliers=field_syntax.layer_rates(optimizer),
             layer_decay=optimizer.layer_decay,
             zero_stage=train.zero_stage,
+            audit=train.audit,
             check_agreement="off" if check == "auto" and accepted else check,
             should_stop=signals.reason,
         )

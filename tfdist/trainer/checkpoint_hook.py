@@ -59,6 +59,7 @@ class CheckpointHook:
             yield
         names = {w.variable.name.partition(":")[0] for w in layer_state.foreign(self._run.model, writes)}
         if names - self._foreign:
+            self._checkpoints.cannot_hold(names)
             logger.info(
                 "WARNING: the training step writes variables that belong to no layer of the model and are in no "
                 f"checkpoint ({', '.join(sorted(names))}): create them in a layer with add_weight to resume with them"

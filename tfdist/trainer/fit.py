@@ -60,6 +60,7 @@ def fit(
     lr_multipliers: Mapping[str, float] | None = None,
     layer_decay: float = 1.0,
     zero_stage: int = 0,
+    audit: int = 0,
     check_agreement: str = "auto",
     should_stop: Callable[[], str] = agreement.never,
 ) -> keras.callbacks.History:
@@ -107,6 +108,8 @@ def fit(
       layer_decay: factor on both from each layer to the one below it; see `optimizers.layer_factors`.
       zero_stage: 1 to keep a slice of the optimizer's state on each replica, with the same result; for optimizers of
         Keras that update each element by itself. Outside of `fit` the state is whole. 0 for all of it on each.
+      audit: updates between two recomputations of a batch on every device, which must have the same bits; needs
+        `virtual_replicas`. 0 for never.
       check_agreement: with several replicas, compute a few rows on one replica and on all before the first update, and
         stop if losses, metrics or gradient differ: `on`, `off`, or `auto` to leave out models that have passed before.
       should_stop: asked after every call; a reason, on any worker, ends the
@@ -174,6 +177,8 @@ def _check(source: sources.Source, options: FitOptions) -> None:
     if options.virtual_replicas and options.reduce_dtype != "float32":
         what = "reduce_dtype cannot be used with virtual_replicas, whose sums are exact"
         raise UserError(what, "leave out one of them")
+    if options.audit and not options.virtual_replicas:
+        raise UserError("audit compares the bits of virtual replicas", "give virtual_replicas, or leave it out")
     preconditions.among("check_agreement", options.check_agreement, equivalence_check.CHOICES)
     preconditions.among("on_nonfinite", options.on_nonfinite, config.CHOICES["train.on_nonfinite"])
     if options.on_nonfinite == "rollback" and options.checkpoints is None:

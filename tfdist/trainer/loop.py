@@ -24,7 +24,8 @@ from tfdist.trainer.checkpoint_hook import CheckpointHook
 from tfdist.trainer.evaluation import answering_callbacks
 from tfdist.trainer.plan import TrainingPlan, feed_of
 from tfdist.verification import equivalence_check
-from tfdist.verification.replica_sync_check import ReplicaSyncCheck
+from tfdist.verification.audit import Audit
+from tfdist.verification.replica_sync_check import EVERY, ReplicaSyncCheck
 
 
 class FitLoop:
@@ -114,7 +115,9 @@ class FitLoop:
         files = callbacks_lib.keep_files(self._callbacks)
         wanted = agreement.any_worker(self._distribution, "what callbacks want", norm, saves, files)
         self._norm, self._averages, self._keep_files = wanted
-        self._sync_check = ReplicaSyncCheck(self._distribution)
+        audit = self._options.audit
+        self._audit = Audit(self._step, self._options.virtual_replicas, audit)
+        self._sync_check = ReplicaSyncCheck(self._distribution, every=min(audit or EVERY, EVERY))
         self._read = self._position.update  # the update up to which the feed has been read
 
     def _check(self, initial: layer_state.Snapshot | None = None) -> None:
@@ -132,7 +135,7 @@ class FitLoop:
             if plan.validation:
                 plan.validation.check(choice, within_fit=True)
         self._repeated = equivalence_check.RepeatedCheck(self._step, "train", choice, virtual, parts)
-        if self._repeated.probes:
+        if self._repeated.probes or self._options.audit:
             plan.feed.keep()
 
     def _check_again(self, updates: int, last: bool = False) -> None:
@@ -302,6 +305,7 @@ class FitLoop:
             logger.info(warning)
         self._tuner.record(decisions.seconds, done, part.full, decisions.between)
         self._check_again(done)
+        self._audit.after(position.update, done, lambda: feed.whole_batch(position.update - 1))
         if done < part.last - part.first:
             return False
         if position.begun < limit and not model.stop_training:

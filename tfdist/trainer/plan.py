@@ -58,6 +58,7 @@ class FitOptions:
     lr_multipliers: Mapping[str, float] | None = None
     layer_decay: float = 1.0
     zero_stage: int = 0
+    audit: int = 0
     check_agreement: str = "auto"
     should_stop: Callable[[], str] = agreement.never
 

@@ -295,7 +295,6 @@ class EquivalenceProbe:
                 rows = keras.tree.pack_sequence_as(self.rows, leaves)
                 given = host_slices(Batch(rows, order, tf.size(order)), layout)
                 of_replicas = given[0] if single else distribution.per_replica(given)
-            first = lambda value: distribution.local(value)[0]
             with contextlib.ExitStack() as changes:
                 changes.enter_context(replica.tracing())
                 changes.enter_context(keras_internals.one_replica_in_sync() if single else contextlib.nullcontext())
@@ -309,19 +308,23 @@ class EquivalenceProbe:
                 changes.enter_context(keras_internals.rows_draw_alike())
                 results = distribution.run(one, (leaves, of_replicas))
             if comparison.kind == "predict":
-                outputs = keras.tree.map_structure(first, results) if single else None
+                outputs = keras.tree.map_structure(self._of_replicas, results) if single else None
                 outputs = functions.joined(distribution, layout, results) if outputs is None else outputs
                 leaves, names = keras.tree.flatten(outputs), getattr(model, "output_names", None) or []
                 labels = [repr(name) for name in names] if len(set(names)) == len(leaves) else range(len(leaves))
                 return {f"{OUTPUT} {label}": leaf for label, leaf in zip(labels, leaves)}, []
             values, gradient = results
-            values, gradient = {n: first(v) for n, v in values.items()}, [first(g) for g in gradient]
+            values, gradient = keras.tree.map_structure(self._of_replicas, (values, gradient))
             if not single:
                 results = metrics.results(model, distribution, bool(self._own), metrics.with_sums)
                 values.update({f"{METRIC} {name!r}": value for name, value in results.items()})
             return values, gradient
 
         return call
+
+    def _of_replicas(self, value: Any) -> tf.Tensor:
+        """Returns what is compared of a value that each replica has: that of the first."""
+        return self._distribution.local(value)[0]
 
     def _compiled_pass(self, replica: Replica, layout: Layout, batch: ReplicaBatch) -> tuple[dict, list[tf.Tensor]]:
         sums, *_ = functions.global_sums(replica, layout, batch, self._training)
