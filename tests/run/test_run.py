@@ -500,7 +500,7 @@ class Data(keras.utils.PyDataset):
 @pytest.mark.faults
 def test_what_only_the_script_knows_of_a_finished_call_is_made_again(script, tmp_path):
     """A callback's own attributes, a generator that later calls go on with, files that callbacks go on with or write
-    under another name in each start, and variables outside of the model."""
+    under another name in each start, and variables and generators outside of the model."""
     (tmp_path / "own.py").write_text("""
 import os, signal, sys
 import keras, numpy as np, tensorflow as tf
@@ -529,8 +529,17 @@ counting.compile("sgd", "mse")
 counting.fit(x, x[:, :1], epochs=2, verbose=0)
 weights = f"{os.getpid()}.weights.h5"
 model.fit(x, x[:, :1], verbose=0, callbacks=[keras.callbacks.ModelCheckpoint(weights, save_weights_only=True)])
-if "KILL" in os.environ:
-    os.kill(os.getpid(), signal.SIGKILL)
+class Noisy(keras.Sequential):
+    def train_step(self, data):
+        return super().train_step((data[0] + keras.random.normal((4, 3), seed=noise), data[1]))
+class Kill(keras.callbacks.Callback):
+    get_state, set_state = dict, lambda self, state: None
+    def on_epoch_end(self, epoch, logs):
+        if "KILL" in os.environ and epoch == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+noise, noisy = keras.random.SeedGenerator(3), Noisy([keras.layers.Dense(1)])
+noisy.compile("sgd", "mse")
+print("history", noisy.fit(x, x[:, :1], batch_size=4, epochs=3, verbose=0, callbacks=[Kill()]).history)
 model.load_weights(weights)
 print("history", seen.numpy(), model.fit(batches(), verbose=0).history)
 print("weights", best.best, [float(w.sum()) for w in model.get_weights()])
@@ -538,7 +547,7 @@ print("weights", best.best, [float(w.sum()) for w in model.get_weights()])
     whole, rows = script("--strategy=default", program=("own.py",)), (tmp_path / "rows.csv").read_text()
     (tmp_path / "rows.csv").unlink()
     shutil.rmtree(tmp_path / "backup")
-    flags = ("--strategy=default", "--workdir=kept")
+    flags = ("--strategy=default", "--workdir=kept", "--checkpoint_every=1 steps")
     assert script(*flags, program=("own.py",), KILL="1").returncode == -9
     again = script(*flags, program=("own.py",))
     assert again.returncode == 0 and again.stdout == whole.stdout, again.stderr
@@ -547,6 +556,7 @@ print("weights", best.best, [float(w.sum()) for w in model.get_weights()])
     assert "call 2 of fit trains again from its start, with the same result: x is a generator" in again.stderr
     assert "call 3 of fit trains again from its start, with the same result: its training step writes" in again.stderr
     assert "call 4 of fit trains again from its start, with the same result: a ModelCheckpoint of it" in again.stderr
+    assert "call 5 of fit trains again from its start, with the same result: its training step writes" in again.stderr
 
 
 @pytest.mark.faults

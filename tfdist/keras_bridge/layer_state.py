@@ -174,13 +174,14 @@ def unchanged(variables: Sequence[keras.Variable | tf.Variable]) -> Iterator[Non
         before.put_back()
 
 
-def foreign(model: keras.Model, writes: Iterable[Write]) -> list[Write]:
+def foreign(model: keras.Model, writes: Iterable[Write], generators: bool = False) -> list[Write]:
     """Returns the writes to variables that neither the model nor its metrics or optimizers own.
 
-    The state of random generators is left out, which a call of keras.random without a seed writes.
+    `generators`: also to the state of random generators, as a call of keras.random without a seed writes it.
     """
     owned = _ids([*model.variables, *model.metrics_variables, *keras_internals.carried_states(model)])
-    others = [w for w in writes if id(w.variable) not in owned and "seed_generator" not in w.variable.name]
+    others = [w for w in writes if id(w.variable) not in owned]
+    others = others if generators else [w for w in others if "seed_generator" not in w.variable.name]
     if not others:
         return []
     optimizers = preconditions.optimizers(model)

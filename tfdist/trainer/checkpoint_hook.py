@@ -57,12 +57,14 @@ class CheckpointHook:
             return
         with layer_state.noting_writes() as writes:
             yield
-        names = {w.variable.name.partition(":")[0] for w in layer_state.foreign(self._run.model, writes)}
+        foreign = layer_state.foreign(self._run.model, writes, generators=True)
+        names = {write.variable.name.partition(":")[0] for write in foreign}
         if names - self._foreign:
             self._checkpoints.cannot_hold(names)
             logger.info(
                 "WARNING: the training step writes variables that belong to no layer of the model and are in no "
-                f"checkpoint ({', '.join(sorted(names))}): create them in a layer with add_weight to resume with them"
+                f"checkpoint ({', '.join(sorted(names))}): create them by add_weight, and generators as attributes "
+                "of the model, to resume with them"
             )
         self._foreign |= names
         graph = None if self._run.model.run_eagerly else call.get_concrete_function(*arguments).graph
