@@ -244,7 +244,7 @@ def recompute(step: _Step, f: Callable[..., Any], args: tuple, kwargs: dict[str,
                     step.twice.append("reads weights in a tf.function")
                 kinds = lambda ops: [op.type for op in ops if not _NOT_COMPARED.fullmatch(op.type)]
                 if kinds(once) != kinds(new):
-                    step.twice.append("computes something else when it is called again, as by an attribute")
+                    step.twice.append("computes something else when it is called again, by a flag or an unseeded draw")
                 targets = [[*leaves, *done.losses][i] for i in differentiable]
             found = tape.gradient(targets, [*again, *captured], upstream)
             return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in found]
