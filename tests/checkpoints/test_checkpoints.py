@@ -777,12 +777,6 @@ def test_requeueing_that_cannot_be_done(tmp_path, monkeypatch):
     assert train_run.requeued("7") == "WARNING: job 7 is not requeued: Invalid job id specified"
 
 
-def test_a_file_where_the_folder_of_checkpoints_should_be(tmp_path):
-    (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(UserError, match=r"checkpoints cannot be read \(Not a directory\)"):
-        choose(tmp_path / "checkpoints")
-
-
 def test_changed_with_nothing_from_the_end_of_an_epoch(connect, tmp_path):
     assert train(connect(1), stop=2, checkpoints=kept(tmp_path, every="1000 steps")) is None
     with pytest.raises(UserError, match=r"no valid checkpoint in .* is from the end of an epoch: leave out --res"):

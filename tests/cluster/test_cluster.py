@@ -318,6 +318,7 @@ REFUSED = [
     # TF_CONFIG
     ({"TF_CONFIG": "{"}, "TF_CONFIG is not a JSON object with a cluster in it ("),
     ({"TF_CONFIG": "[]"}, "TF_CONFIG is not a JSON object with a cluster in it ("),
+    ({"TF_CONFIG": "[" * 100_000}, "TF_CONFIG is not a JSON object with a cluster in it ("),
     ({"TF_CONFIG": '{"cluster": ["a:1"]}'}, "TF_CONFIG is not a JSON object with a cluster in it ("),
     ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'},
      'TF_CONFIG\'s task is null: write "task": {"type": "worker", "index": 0}, with this worker\'s own'),

@@ -217,12 +217,6 @@ def test_the_port_is_taken(member, master, port):
     assert f"error: worker 0 cannot listen at {master} (address already in use): it must be a free port" in text
 
 
-def test_the_address_is_another_machines(member):
-    [(code, text)] = ends(member(0, master="192.0.2.1:4000"))
-    assert code == 2
-    assert "error: worker 0 cannot listen at 192.0.2.1:4000 (cannot assign requested address)" in text
-
-
 @pytest.mark.parametrize("words", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b'{"hello": 1}\n', b"\x00\x00\x12\x04"])
 def test_another_program_has_the_chiefs_port(member, master, port, words):
     with socket.create_server(("127.0.0.1", port)) as server:

@@ -152,31 +152,15 @@ def test_what_is_printed(compared):
     assert matplotlib.image.imread(compared.folder / "compare.png").shape[1] > 1000
 
 
-class Doubling(keras.layers.Layer):
-    """A layer that no one else knows, with a variable of its own."""
-
-    def build(self, shape):
-        self.factor = self.add_weight(shape=(shape[-1],), initializer="ones", name="factor")
-
-    def call(self, x):
-        return x * self.factor
-
-
-def restless(spec):
-    """Dropout, and BatchNorm that is not synchronized."""
-    layers = [keras.layers.Flatten(), keras.layers.Dense(4), keras.layers.BatchNormalization(), Doubling()]
-    return keras.Sequential([keras.Input(spec.shape), *layers, keras.layers.Dropout(0.1), keras.layers.Dense(10)])
-
-
 @pytest.fixture
 def folders(tmp_path, tfds_dir, monkeypatch, capsys):
     """Trains in this process; returns the run folder."""
     monkeypatch.setenv("TFDS_DATA_DIR", str(tfds_dir))
 
-    def make(name, replicas, model="mlp", options="", sync=True):
+    def make(name, replicas, options=""):
         keras.utils.clear_session()
         e = config.Experiment()
-        e.model.name, e.model.options, e.model.sync_batch_norm = model, options, sync
+        e.model.name, e.model.options = "mlp", options
         e.train.epochs, e.train.steps, e.optimizer.warmup, e.checkpoint.every = 0, 4, "0%", "1000 steps"
         strategy = dict(strategy="mirrored", virtual_devices=replicas) if replicas > 1 else dict(strategy="default")
         train.train_and_evaluate(e, Environment(**strategy, workdir=str(tmp_path / name), progress="none"))
@@ -198,12 +182,6 @@ def test_distances_have_names_and_are_of_all_weights(folders):
         weight_distance.difference(one, other)
     with pytest.raises(ValueError, match="empty has no checkpoint"):
         weight_distance.difference(one, one.parent / "empty")
-
-
-@pytest.mark.whole
-def test_layers_that_depend_on_the_number_of_replicas(folders):
-    alone, folder = (folders(f"run{n}", n, model="test_compare:restless", sync=False) for n in (1, 2))
-    assert weight_distance.difference(alone, folder).distance > 0
 
 
 # From here on without training: rows that are made up.

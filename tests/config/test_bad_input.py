@@ -16,7 +16,6 @@ from support import many_commands
 import tfdist
 from tfdist import config
 from tfdist.__main__ import COMMANDS
-from tfdist.cluster import discovery
 from tfdist.config import field_syntax, runtime_options, schedule, validation
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import Arrays
@@ -551,14 +550,8 @@ def test_threads_that_would_take_all_memory(field):
     runtime_options.PlacementOptions(**{field: 1024})
 
 
-def test_a_tf_config_of_brackets():
-    assert "TF_CONFIG is not a JSON object" in refused(discovery.read_tf_config, {"TF_CONFIG": "[" * 100_000})
-
-
 @pytest.mark.parametrize("text", ["0=0, 1=0.0", "no=0, yes=0"])
 def test_weights_that_leave_no_class(text):
-    import numpy as np
-
     arrays = Arrays((np.zeros((4, 1), "float32"), np.array([0, 1, 1, 0])))
     data = Loaded(arrays, arrays, 4, Spec((1,), "float32", 2, 1.0, ("no", "yes")))
     assert refused(objective.class_weights, text, data) == (

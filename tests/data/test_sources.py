@@ -98,23 +98,6 @@ def test_the_order_is_a_permutation_that_changes_with_seed_and_epoch_only():
 
 
 @pytest.mark.whole
-def test_runs_with_one_seed_are_the_same_to_the_bit(connect):
-    def weights(seed):
-        keras.utils.set_random_seed(0)
-        with connect(1).scope():
-            model = keras.Sequential(
-                [keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
-            )
-            model.compile("adam", "mse")
-        x = np.random.default_rng(0).normal(size=(50, 4))
-        tfdist.fit(model, x, x[:, :1], distribution=connect(1), batch_size=16, epochs=3, seed=seed, verbose=0)
-        return np.concatenate([w.ravel() for w in model.get_weights()])
-
-    assert weights(1).tobytes() == weights(1).tobytes()
-    assert (weights(1) != weights(2)).any()
-
-
-@pytest.mark.whole
 def test_replicas_drop_different_units(connect):
     """Keras gives every replica the same stream; correlated masks would make dropout weaker than it should be."""
     distribution = connect(4)
@@ -509,9 +492,6 @@ def test_digits_that_do_not_exist(given, message):
 
     with refused(re.escape(message)):
         digits.some(**given)
-
-
-X9, Y9 = np.arange(18.0, dtype="float32").reshape(9, 2), np.arange(9, dtype="int32") % 3
 
 
 def test_batches_that_change_their_order_are_noticed():

@@ -15,16 +15,11 @@ pytest_plugins = ("support.nvidia_drivers",)  # its fixture
 
 
 def test_four_gpus(driver):
-    driver(printing(FOUR))
+    driver(printing("\n".join(reversed(FOUR.splitlines()))))
     found = gpus.survey()
     assert [g.number for g in found.gpus] == [0, 1, 2, 3]
     assert found.gpus[2] == gpus.DriverGPU(2, "GPU-ccc", "Tesla T4", 0.5, 8000, 16000, "550.1")
     assert found.problem == ""
-
-
-def test_order_is_by_number(driver):
-    driver(printing("\n".join(reversed(FOUR.splitlines()))))
-    assert [g.number for g in gpus.survey().gpus] == [0, 1, 2, 3]
 
 
 def test_no_driver(monkeypatch):
@@ -49,11 +44,6 @@ def test_a_failing_driver_is_a_reason_and_no_crash(driver, body, problem):
     assert found.gpus == ()
     assert problem in found.problem and len(found.problem) < 250
     assert bool(problem) == bool(found.problem)
-
-
-def test_a_hanging_driver_is_given_up(driver):
-    driver("exec sleep 60")
-    assert gpus.survey(timeout=0.2).problem == "nvidia-smi gave no answer within 0.2 s"
 
 
 def test_a_driver_that_cannot_even_be_killed_is_given_up(driver, monkeypatch):

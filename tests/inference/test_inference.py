@@ -166,7 +166,7 @@ def test_weights_reach_every_replica(copy, connect):
     distribution = connect(3)
     with distribution.scope():
         model = job.built(experiment, spec_file.read(copy))
-    job.share(model, distribution, weights(copy))
+    training_state.assign(model, distribution, weights(copy)[1])
     expected = keras.saving.load_model(copy / "model.keras").get_weights()
     for variable, array in zip(model.weights, expected, strict=True):
         for replica in variable.value.values:

@@ -5,16 +5,11 @@ import json
 
 import pytest
 
-from tfdist import config
 from tfdist.checkpoints import integrity, run_folder
-from tfdist.config import schedule
 from tfdist.data import spec_file
 from tfdist.data.spec import Column, Spec
 from tfdist.errors import TrainingError, UserError
-from tfdist.monitoring import recorder as recorder_lib
 from tfdist.train import run
-
-pytest_plugins = ("support.nvidia_drivers",)  # its fixture
 
 SPECS = [
     Spec((8, 8, 1), "uint8", 10, 16.0, ("zero", "one")),
@@ -65,21 +60,3 @@ def test_the_result_takes_the_place_of_the_report_on_a_full_disk(tmp_path, said)
     run.write_result(Full(str(tmp_path)), Done())
     assert [p.name for p in tmp_path.iterdir()] == ["result.json"] and not said
     assert json.loads((tmp_path / "result.json").read_text()) == integrity.sealed({"status": "completed"})
-
-
-def test_several_rollbacks_to_one_checkpoint_stay_recorded(tmp_path):
-    """A checkpoint knows nothing of the rollbacks that came after it, nor must going back to it forget them."""
-    folder = run_folder.RunFolder(str(tmp_path))
-    recorder = recorder_lib.Recorder(folder, schedule.make(config.Experiment(), 1437, 1))
-    kept = recorder.get_state()
-    for skipped in ([7], [7, 9], [7, 9, 11]):
-        recorder.set_state(kept)
-        recorder.on_rollback(0, skipped)
-    assert recorder.rollbacks == [
-        {"to": 0, "skipped": [7]},
-        {"to": 0, "skipped": [7, 9]},
-        {"to": 0, "skipped": [7, 9, 11]},
-    ]
-    later = recorder_lib.Recorder(folder, schedule.make(config.Experiment(), 1437, 1))
-    later.set_state(recorder.get_state())
-    assert later.rollbacks == recorder.rollbacks

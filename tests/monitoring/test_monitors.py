@@ -163,15 +163,6 @@ def test_tensorboard_forgets_what_a_resumed_run_repeats(tmp_path, monkeypatch):
     assert found["loss"][2][1] == pytest.approx(20.25)
 
 
-def test_a_disk_that_is_full_ends_tensorboard_alone(tmp_path, said):
-    (tmp_path / "tensorboard").write_text("a file where a folder should be")
-    board = monitors.Board(tmp_path / "tensorboard")
-    board.begin(0)
-    board.scalars(1, {"loss": 1.0})
-    board.close()
-    assert len(said) == 1 and said[0].startswith("WARNING: ") and said[0].endswith("training goes on without it")
-
-
 def test_a_disk_that_fills_up_ends_tensorboard_alone(tmp_path, said, monkeypatch):
     """Its thread meets the error first; a launcher takes a traceback for the cause of what fails next."""
     printed = mock.Mock()

@@ -101,6 +101,9 @@ def test_going_back_keeps_what_was_noted_of_going_back(recording, tmp_path, said
         recorder.set_state(state)
         recorder.on_rollback(10, skipped)
     assert [line.get("rollback", {}).get("skipped") for line in lines(tmp_path)] == [None, [10], [10, 11]] and not said
+    later = recording()
+    later.set_state(recorder.get_state())
+    assert later.rollbacks == recorder.rollbacks == [{"to": 10, "skipped": [10]}, {"to": 10, "skipped": [10, 11]}]
 
 
 def test_lines_that_wait_for_the_disk_come_into_their_own_file(tmp_path, monkeypatch):

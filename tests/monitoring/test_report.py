@@ -296,14 +296,6 @@ def test_the_values_under_the_pointer(browser, busy):
         assert plot.locator(".tip").is_hidden()
 
 
-def test_it_works_without_a_script_and_on_paper(browser, busy):
-    with shown(browser, busy, java_script_enabled=False) as page:
-        assert page.locator("section").count() == 5 and page.locator("polyline").count() >= 9
-        assert page.locator(".chart svg text").count() > 50
-        page.emulate_media(media="print")
-        assert page.locator("nav").is_hidden() and page.locator("#learning").is_visible()
-
-
 def test_markup_in_names_does_nothing(browser, tmp_path):
     test_nothing_in_a_file_becomes_markup(tmp_path)
     path = pathlib.Path(tmp_path / "run" / "report.html")

@@ -105,19 +105,6 @@ def test_it_goes_on_with_smaller_micro_batches_and_the_same_result(
     )
 
 
-@pytest.mark.whole
-def test_a_failed_update_leaves_nothing_behind(connect, tmp_path):
-    """Stopped right after it went back: the weights are bit for bit those of the checkpoint."""
-    first = model(connect(1), 6, after=10**6)
-    train(connect(1), first, epochs=1)
-    made = model(connect(1), 6, after=3)
-    train(connect(1), made, tmp_path, epochs=1, steps_per_call=3)
-    whole = model(connect(1), 10**6)
-    train(connect(1), whole, epochs=1, accumulate=4)
-    assert training_cases.distance(trainable(made), trainable(whole)) < 1e-6
-    assert int(made.optimizer.iterations) == int(whole.optimizer.iterations) == 3
-
-
 @pytest.mark.parametrize(
     "options, message",
     [

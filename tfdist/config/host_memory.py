@@ -5,6 +5,7 @@ find it by its place in the `/proc` of the process that made it.
 """
 
 import contextlib
+import io
 import os
 import uuid
 from typing import BinaryIO, TypeAlias
@@ -14,33 +15,23 @@ Note: TypeAlias = dict[str, str | int]  # location of memory, as JSON can hold i
 _MEMORY = "/memfd:tfdist "
 
 
-class Offer:
+class Offer(io.FileIO):
     """Memory that others can open until this is closed; what they have mapped by then stays. Raises OSError."""
 
     def __init__(self, name: str):
         # At its beginning, to tell it from what another container may have at the same place.
         self._token = uuid.uuid4().hex.encode()
-        self._file = os.memfd_create(f"tfdist {name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        super().__init__(os.memfd_create(f"tfdist {name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+b")
         try:
-            os.write(self._file, self._token)
+            self.write(self._token)
         except OSError:
             self.close()
             raise
 
-    def fileno(self) -> int:
-        """Returns its file descriptor."""
-        return self._file
-
     def note(self) -> Note:
         """Returns where it is; its size must not change any more."""
-        size = os.fstat(self._file).st_size
-        return {"process": os.getpid(), "file": self._file, "token": self._token.decode(), "size": size}
-
-    def close(self) -> None:
-        """Gives up the place at which others find it."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        size = os.fstat(self.fileno()).st_size
+        return {"process": os.getpid(), "file": self.fileno(), "token": self._token.decode(), "size": size}
 
 
 def opened(note: Note, writing: bool = False) -> BinaryIO | None:

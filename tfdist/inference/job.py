@@ -118,6 +118,7 @@ def _ready(
     requested: ModelRequest, recorded: config.Experiment | None, distribution: "Distribution", rows_alone: bool
 ) -> Ready:
     """Loads data, model and weights on all workers; the run's experiment is `recorded` only on the chief."""
+    from tfdist.checkpoints import training_state
     from tfdist.data.datasets import registry
     from tfdist.inference import compatibility
     from tfdist.models import build as models
@@ -154,7 +155,9 @@ def _ready(
     weights = trained_model.read_weights(requested, experiment, build) if distribution.is_chief else None
     with distribution.scope():
         model = build()
-    return Ready(model, False, experiment, data, distribution, share(model, distribution, weights))
+    source = distribution.peers.gather("the weights", weights and weights[0])[0]
+    training_state.assign(model, distribution, weights[1] if weights else [])
+    return Ready(model, False, experiment, data, distribution, source)
 
 
 def _agreed(
@@ -205,12 +208,3 @@ def built(experiment: config.Experiment, spec: "Spec") -> "keras.Model":
     if not model.built:  # a subclassed model creates its variables when it is first called
         model(tf.zeros((1, *spec.shape), spec.dtype))
     return model
-
-
-def share(model: "keras.Model", distribution: "Distribution", weights: trained_model.Weights | None) -> str:
-    """Assigns the chief's weights to the model on all workers; returns their source."""
-    from tfdist.checkpoints import training_state
-
-    path = distribution.peers.gather("the weights", weights and weights[0])[0]
-    training_state.assign(model, distribution, weights[1] if weights else [])
-    return path

@@ -45,22 +45,18 @@ def rehearse(
         early_stopping.check_measured(metrics, model)
     if distribution.is_chief:
         if prepared.resumes and not prepared.checkpoints.off:
-            _check_resume(prepared, environment, folder)
+            # Reads the checkpoint that the run would resume from.
+            schedule, source, identity = prepared.schedule, prepared.data.train, {}
+            if source.size is not None:  # else only the feed knows its batches
+                epoch = schedule.global_batch, schedule.updates_per_epoch
+                identity = training_run.identity(*epoch, experiment.seed, source.size)
+            run = folder.checkpoints, identity, config.flat(experiment), environment.resume_changed, folder.storage
+            resume.choose(*run, required=environment.resume == "require", read_only=True)
         intent = resume.intent(folder, prepared.resumes)
         rows = lines(experiment, prepared.schedule, model, prepared.data, needs, intent)
         print("\n".join(map(shown, rows)), flush=True)
     if topology:
         print("\n".join(ahead_of_time.rehearse(prepared, distribution, topology)), flush=True)
-
-
-def _check_resume(prepared: Preparation, environment: Environment, folder: RunFolder) -> None:
-    """Reads the checkpoint that the run would resume from."""
-    schedule, source, identity = prepared.schedule, prepared.data.train, {}
-    if source.size is not None:  # else only the feed knows its batches
-        epoch = schedule.global_batch, schedule.updates_per_epoch
-        identity = training_run.identity(*epoch, prepared.experiment.seed, source.size)
-    run = folder.checkpoints, identity, config.flat(prepared.experiment), environment.resume_changed, folder.storage
-    resume.choose(*run, required=environment.resume == "require", read_only=True)
 
 
 class Memory(NamedTuple):

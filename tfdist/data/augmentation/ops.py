@@ -298,13 +298,13 @@ def crop(image: tf.Tensor, seed: tf.Tensor, padding: int) -> tf.Tensor:
     return tf.ensure_shape(tf.slice(padded, begin, tf.shape(image)), image.shape)
 
 
-def crop_window(shape: tf.Tensor, seed: tf.Tensor, smallest: float) -> tf.Tensor:
-    """Returns where `resized_crop` cuts of an image of this `shape`: int32 [4], top, left, height and width.
+def resized_crop(image: tf.Tensor, seed: tf.Tensor, size: tuple[int, int], smallest: float) -> tf.Tensor:
+    """Makes a random part, of `smallest` to 1 of the area and 3:4 to 4:3, [size[0], size[1], c].
 
-    For who decodes only this part of a JPEG.
+    The crop of Inception (Szegedy et al., "Going Deeper with Convolutions", 2015).
     """
-    begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
-        shape,
+    begin, kept, _ = tf.image.stateless_sample_distorted_bounding_box(
+        tf.shape(image),
         tf.zeros([1, 0, 4]),
         seed,
         min_object_covered=0.0,
@@ -313,17 +313,7 @@ def crop_window(shape: tf.Tensor, seed: tf.Tensor, smallest: float) -> tf.Tensor
         max_attempts=10,
         use_image_if_no_bounding_boxes=True,
     )
-    return tf.concat([begin[:2], size[:2]], 0)
-
-
-def resized_crop(image: tf.Tensor, seed: tf.Tensor, size: tuple[int, int], smallest: float) -> tf.Tensor:
-    """Makes a random part, of `smallest` to 1 of the area and 3:4 to 4:3, [size[0], size[1], c].
-
-    The crop of Inception (Szegedy et al., "Going Deeper with Convolutions", 2015).
-    """
-    window = crop_window(tf.shape(image), seed, smallest)
-    part = tf.slice(image, tf.concat([window[:2], [0]], 0), tf.concat([window[2:], [-1]], 0))
-    return tf.ensure_shape(_resized(part, size), [*size, image.shape[-1]])
+    return tf.ensure_shape(_resized(tf.slice(image, begin, kept), size), [*size, image.shape[-1]])
 
 
 def color(image: tf.Tensor, seed: tf.Tensor, strength: float, maximum: float = 255.0) -> tf.Tensor:
