@@ -34,9 +34,11 @@ def in_use() -> str:
     """Returns `onednn` or `eigen`: what TensorFlow, which this imports, computes with in this process."""
     import tensorflow as tf  # noqa: F401  which decides when it is imported
 
-    # Nothing public tells it, and the variable may have been set after the import.
-    from tensorflow.python.util._pywrap_util_port import IsMklEnabled
-
+    try:
+        # Nothing public tells it, and the variable may have been set after the import.
+        from tensorflow.python.util._pywrap_util_port import IsMklEnabled
+    except ImportError:
+        return wanted()
     return "onednn" if IsMklEnabled() else "eigen"
 
 
