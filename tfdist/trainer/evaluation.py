@@ -29,7 +29,6 @@ from tfdist.verification import equivalence_check, replica_sync_check
 
 Data: TypeAlias = Any
 """Arrays, a tuple of them, a `tf.data.Dataset`, what `python_batches` reads, or a source of `tfdist.data.sources`."""
-PREDICT_ROWS = 4096  # rows that `predict` holds on the device before they are copied out
 
 
 def limited(number: int | None, most: int | None, what: str) -> int | None:
@@ -232,18 +231,9 @@ def predict(
     steps = limited(steps, keras.config.max_steps_per_epoch(), "steps")
     batch_size = source.requested_batch(batch_size, steps=steps)
     run = functools.partial(_predict, "predict", steps=steps, callbacks=callbacks, verbose=verbose)
-    pieces, rows = [], 0
-    arrays: list[Structure] = []
     with distribution.one_thread():
-        for outputs, count in run(model, source, distribution, batch_size, virtual_replicas, check_agreement):
-            pieces.append(outputs)
-            rows += count
-            if rows >= PREDICT_ROWS:
-                arrays.append(_concatenated(pieces))
-                pieces, rows = [], 0
-    if pieces:
-        arrays.append(_concatenated(pieces))
-    return _concatenated(arrays)
+        batches = run(model, source, distribution, batch_size, virtual_replicas, check_agreement)
+        return _concatenated([keras.tree.map_structure(np.asarray, outputs) for outputs, _ in batches])
 
 
 def predict_batches(
