@@ -43,7 +43,12 @@ def of(experiment: config.Experiment, model: keras.Model, data: Loaded) -> tuple
         what = f"data.augment={experiment.data.augment!r} mixes classes, and train.loss={spec.name} takes class numbers"
         raise UserError(what, "leave out mixup and cutmix, or use categorical_crossentropy")
     if smoothing:
-        fitting["label_smoothing"] = _smoothing(spec, smoothing)
+        takes = spec.kind and "label_smoothing" in inspect.signature(getattr(keras.losses, spec.kind)).parameters
+        if not takes or "label_smoothing" in spec.options or spec.kind.startswith("Sparse"):
+            own = " and its own" * ("label_smoothing" in spec.options)
+            what = f"train.label_smoothing={smoothing} does not go with train.loss={spec.name}{own}"
+            raise UserError(what, "set it to 0")
+        fitting["label_smoothing"] = smoothing
     for metric in metrics:
         _check_targets(metric, _takes_rows(metric, model), rows)
     loss, made = _loss(spec, model, fitting), _metrics(metrics, model) or ["accuracy"]
@@ -106,17 +111,6 @@ def _check_targets(metric: KerasObjectSpec, takes_rows: bool | None, rows: bool)
         raise UserError(what, f"use one without sparse in its name, or {other}")
     what = f"train.metrics: {metric.name} takes rows of 0 and 1, and the loss class numbers"
     raise UserError(what, "use one with sparse in its name, or a train.loss with categorical in its name")
-
-
-def _smoothing(spec: KerasObjectSpec, smoothing: float) -> float:
-    takes = spec.kind and "label_smoothing" in inspect.signature(getattr(keras.losses, spec.kind)).parameters
-    if not takes or "label_smoothing" in spec.options or spec.kind.startswith("Sparse"):
-        raise UserError(
-            f"train.label_smoothing={smoothing} does not go with train.loss={spec.name}"
-            f"{' and its own' * ('label_smoothing' in spec.options)}",
-            "set it to 0",
-        )
-    return smoothing
 
 
 def _loss(spec: KerasObjectSpec, model: keras.Model, fitting: dict[str, object]) -> object:
