@@ -48,7 +48,8 @@ def prepare(
 ) -> Preparation:
     """Loads the data and builds the model. Every worker calls this with the same experiment."""
     _announce(distribution, placement, experiment.train.virtual_replicas)
-    train, again = experiment.train, resume.unfinished(folder, environment, placement.cluster.attempt)
+    train = experiment.train
+    again = placement.cluster.attempt > 0 or not (environment.resume == "never" or folder.completed)
     told = distribution.peers.gather("micro-batches of the run before", resume.read_accumulate(folder) if again else 1)
     accumulate = min(told[0], train.batch_size // distribution.replicas)
     recovers = accumulate > train.accumulate and not train.virtual_replicas  # which guarantee the same bits
