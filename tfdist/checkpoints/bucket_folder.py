@@ -19,16 +19,14 @@ from collections.abc import Callable, Iterable, Iterator
 
 from tfdist.checkpoints import files
 from tfdist.checkpoints.folder_lock import LOCK, first_line
-from tfdist.checkpoints.run_folder import LOGS, RunFolder
+from tfdist.checkpoints.run_folder import LOGS, RESTORED, RunFolder
 from tfdist.config import buckets, local_files
 from tfdist.config.buckets import Bucket, BucketError, MissingError
 from tfdist.config.messages import logger
 from tfdist.errors import TrainingError, UserError
 
-RECORDS = (  # files of the earlier run that a resumed run needs, besides its checkpoints
-    "experiment.json", "experiment.mark", "environment.json", "data.json", "accumulate.json", "history.jsonl",
-    "timeline.jsonl", "result.json",
-)  # fmt: skip
+# Files of the earlier run that a resumed run needs, besides its checkpoints.
+RECORDS = (*RESTORED, "accumulate.json", "history.jsonl", "timeline.jsonl", "result.json")
 CHECK = "check the network, your keys and that folder"
 # Stands after the owner in a lock that the launcher lends, once one of its workers has written it to the bucket.
 _CLAIMED = b"claimed\n"

@@ -194,11 +194,6 @@ def same_experiment(folder: RunFolder, experiment: Experiment, options: ResumeOp
         )
 
 
-def unfinished(folder: RunFolder, options: ResumeOptions, attempt: int) -> bool:
-    """Tells whether the folder's run has not completed, and is not to start from scratch."""
-    return attempt > 0 or not (options.resume == "never" or folder.completed)
-
-
 def continues(folder: RunFolder, options: ResumeOptions, attempt: int, no_checkpoints: bool) -> bool:
     """Tells whether this run continues the one in the folder, instead of setting it aside.
 

@@ -1,7 +1,7 @@
-"""Judges from heartbeats which worker is lost, stuck, or cannot stop in order. No TensorFlow, no sockets, no clock."""
+"""Judges from heartbeats which worker is stuck, or cannot stop in order. No TensorFlow, no sockets, no clock."""
 
 import signal
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 BEAT_S = 1.0  # seconds between heartbeats
@@ -9,7 +9,7 @@ SILENT_S = 10.0  # a worker or launcher that sends nothing for so long is lost, 
 EXEMPT = ("starting", "compiling", "saving")  # phases that may take long, with a longer stall timeout
 PHASES = (*EXEMPT, "call", "waiting", "python")  # all phases; see `State`
 TOGETHER = ("compiling", "call", "waiting")  # phases in which a worker needs the others
-_MAY_HOLD_LOCK = ("starting", "saving")  # Python's lock, for so long that heartbeats fail to come
+MAY_HOLD_LOCK = ("starting", "saving")  # Python's lock, for so long that heartbeats fail to come
 EXEMPT_FACTOR = 6
 AHEAD_S = 10.0  # what the others have not ended, or failed in, this long after a worker did, they never will
 GRACE_S = 4.0  # for the main thread to notice a loss or a second Ctrl-C, and to exit in order
@@ -29,20 +29,6 @@ class State(NamedTuple):
 
 
 Finding: TypeAlias = tuple[int | None, str]  # who caused that the run cannot go on, if that is known, and how
-
-
-def find_silent(
-    heard: Mapping[int, float], states: Mapping[int, State], gone: Collection[int], start_timeout: float, now: float
-) -> Finding | None:
-    """Finds a worker, other than those `gone`, that was last `heard` too long ago.
-
-    `start_timeout` is for one that may hold Python's lock.
-    """
-    for rank, last in heard.items():
-        limit = max(SILENT_S, start_timeout) if states[rank].phase in _MAY_HOLD_LOCK else SILENT_S
-        if now - last > limit and rank not in gone:
-            return rank, f"silent for {now - last:.0f} s"
-    return None
 
 
 def find_stall(

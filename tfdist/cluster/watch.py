@@ -148,7 +148,7 @@ class Watch:
             self._changed.wait_for(lambda: len(self.gone) == len(self._connections), seconds)
             silent = self._find_silent(SILENT_S, time.monotonic())
             if silent:
-                rank, why = silent[0] or 0, f"{silent[1]} at the end of the run"
+                rank, why = silent[0], f"{silent[1]} at the end of the run"
                 self.failure = f"lost worker {rank} ({self._hosts[rank]}): {why}"
                 exit_record.leave(exit_record.LostWorker(rank, f"({self._hosts[rank]}): {why}"))
         return silent is not None
@@ -259,15 +259,20 @@ class Watch:
             self._gathered[number] = values
             self._changed.notify_all()
 
-    def _find_silent(self, start_timeout: float, now: float) -> heartbeat.Finding | None:
-        heard = {rank: connection.heard for rank, connection in self._connections.items()}
-        return heartbeat.find_silent(heard, self._states, self.gone, start_timeout, now)
+    def _find_silent(self, start_timeout: float, now: float) -> tuple[int, str] | None:
+        """Finds a worker of which nothing was heard for too long; `start_timeout` if it may hold Python's lock."""
+        for rank, connection in self._connections.items():
+            waits = self._states[rank].phase in heartbeat.MAY_HOLD_LOCK
+            silence, limit = now - connection.heard, max(SILENT_S, start_timeout if waits else 0.0)
+            if silence > limit and rank not in self.gone:
+                return rank, f"silent for {silence:.0f} s"
+        return None
 
     def _check(self, now: float) -> None:
         """Looks for workers that are silent or stuck, and for a signal that the main thread does not see."""
         silent = self._find_silent(self.start_timeout, now)
         if silent:
-            self._miss(silent[0] or 0, silent[1])
+            self._miss(*silent)
             return
         if not self.failure:
             stop = heartbeat.overdue_stop(

@@ -10,6 +10,7 @@ wrong; 143 stopped by a signal.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 
@@ -21,43 +22,20 @@ from tfdist.inference.prediction_rows import OutputFile
 
 
 def _run(values: flags.FlagValues) -> int:
-    output = values.output
-
-    def work(ready: job.Ready, should_stop: Callable[[], str]) -> None:
-        from tfdist.checkpoints import run_folder
-        from tfdist.monitoring import recorder
-        from tfdist.monitoring.progress import numbers
-
-        metrics, examples = _evaluated(ready, values.check_agreement, should_stop)
-        data, distribution = ready.experiment.data, ready.distribution
-        if not distribution.is_chief:
-            return
-        logger.info(f"{ready.source} on {data.name}, {data.eval_split}, {examples} examples: {numbers(metrics)}")
-        if not output:
-            return
-        content = {
-            "evaluation": metrics,
-            "examples": examples,
-            "model": ready.source,
-            "weights_sha256": recorder.fingerprint(ready.model)[0],
-            "data": dataclasses.asdict(data),
-            "strategy": distribution.name,
-            "replicas": distribution.replicas,
-            "versions": recorder.versions(),
-        }
-        with OutputFile(output, values.overwrite) as file:
-            file.write(json.dumps(run_folder.strict(content), indent=2) + "\n")
-
-    return job.with_model(values, OutputFile(output, values.overwrite, writes=bool(output)), work)
+    output = OutputFile(values.output, values.overwrite, writes=bool(values.output))
+    return job.with_model(values, output, functools.partial(_evaluate, values))
 
 
-def _evaluated(ready: job.Ready, check_agreement: str, should_stop: Callable[[], str]) -> tuple[dict[str, float], int]:
-    """Returns the metrics by name, and over how many examples they are."""
+def _evaluate(values: flags.FlagValues, ready: job.Ready, should_stop: Callable[[], str]) -> None:
+    """Measures the model, and tells or writes what it has found."""
     import keras
 
+    from tfdist.checkpoints import run_folder
     from tfdist.inference import compatibility
     from tfdist.keras_bridge import preconditions
     from tfdist.models import build as models
+    from tfdist.monitoring import recorder
+    from tfdist.monitoring.progress import numbers
     from tfdist.trainer.evaluation import Evaluation
 
     model, data, distribution = ready.model, ready.data, ready.distribution
@@ -69,8 +47,24 @@ def _evaluated(ready: job.Ready, check_agreement: str, should_stop: Callable[[],
     batch, virtual_replicas = ready.experiment.eval.batch_size, ready.experiment.train.virtual_replicas
     preconditions.model_fits(model, distribution, 1, virtual_replicas)
     measure = Evaluation(model, data.eval, distribution, batch, None, virtual_replicas)
-    measure.check(check_agreement)
-    return measure.run(None, should_stop), measure.examples
+    measure.check(values.check_agreement)
+    metrics, named = measure.run(None, should_stop), ready.experiment.data
+    if not distribution.is_chief:
+        return
+    logger.info(f"{ready.source} on {named.name}, {named.eval_split}, {measure.examples} examples: {numbers(metrics)}")
+    if values.output:
+        content = {
+            "evaluation": metrics,
+            "examples": measure.examples,
+            "model": ready.source,
+            "weights_sha256": recorder.fingerprint(model)[0],
+            "data": dataclasses.asdict(named),
+            "strategy": distribution.name,
+            "replicas": distribution.replicas,
+            "versions": recorder.versions(),
+        }
+        with OutputFile(values.output, values.overwrite) as file:
+            file.write(json.dumps(run_folder.strict(content), indent=2) + "\n")
 
 
 def main() -> None:

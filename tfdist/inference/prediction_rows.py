@@ -68,8 +68,10 @@ class OutputReader:
         flat = np.asarray(outputs, np.float64).reshape(-1, self.classes)
         finite = np.asarray(np.isfinite(flat).all(1))
         best = np.where(finite, flat.argmax(1), -1)
-        logs = log_probabilities(np.where(finite[:, None], flat, 0), bool(self.from_logits))
-        sure = np.where(finite, np.exp(logs.max(1)), np.nan).astype(np.float32)
+        scores = np.where(finite[:, None], flat, 0)
+        # Beside the largest of logits, whose exponentials may be infinite; probabilities may all be 0.
+        parts = np.exp(scores - scores.max(1, keepdims=True)) if self.from_logits else np.clip(scores, 1e-300, None)
+        sure = np.where(finite, parts.max(1) / parts.sum(1), np.nan).astype(np.float32)
         shape = outputs.shape[:-1]
         # Scores that are not finite are of no class.
         columns = {"prediction": _each(best.reshape(shape), lambda k: None if k < 0 else k)}
@@ -151,14 +153,6 @@ def _plain(array: np.ndarray) -> list:
 def _each(numbers: np.ndarray, name: Callable[[int], object]) -> list:
     """Returns nested lists of `name` of each number."""
     return np.array([name(int(k)) for k in numbers.reshape(-1)], object).reshape(numbers.shape).tolist()
-
-
-def log_probabilities(scores: np.ndarray, from_logits: bool) -> np.ndarray:
-    """Returns [n, classes] logarithms of the probabilities that scores represent."""
-    if not from_logits:
-        scores = np.log(np.clip(scores, 1e-300, None))  # not of 0, which is minus infinity
-    scores = scores - scores.max(1, keepdims=True) if len(scores) else scores
-    return scores - np.log(np.exp(scores).sum(1, keepdims=True))
 
 
 def look_like_probabilities(scores: np.ndarray) -> bool:

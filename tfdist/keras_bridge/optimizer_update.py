@@ -147,7 +147,13 @@ class OwnedOptimizer:
             updated = itertools.compress(zip(self._places, self._variables), present)
             self._sliced.spread(dict(updated), tf.minimum(before, 0))
         if self._sliced or (self._averages and not self._is_fused):
-            self._average_and_constrain(list(itertools.compress(self._variables, present)), before)
+            # Averages all weights and constrains those updated, after Keras or where both need whole ones of slices.
+            counted = tf.not_equal(before, tf.identity(keras_internals.counter(self.base).value))
+            if self._averages:
+                ema.add(self.base, self._variables, before, counted)
+            changed = list(itertools.compress(self._variables, present))
+            constraints = self._constraints or {id(v): v.constraint for v in changed if v.constraint is not None}
+            ema.constrain(constraints, changed, counted)
 
     def _update_slices(
         self, optimizer: keras.optimizers.Optimizer, grads: list[tf.Tensor], variables: list[keras.Variable], rate: Any
@@ -157,14 +163,6 @@ class OwnedOptimizer:
         for place, grad, variable in zip(keras_internals.places(optimizer, variables), grads, variables):
             grad, part = self._sliced.taken(place, grad, variable)
             optimizer.update_step(grad, part.value, rate)
-
-    def _average_and_constrain(self, updated: list[keras.Variable], before: tf.Tensor) -> None:
-        """Averages all weights and constrains those updated, after Keras or where both need whole ones of slices."""
-        counted = tf.not_equal(before, tf.identity(keras_internals.counter(self.base).value))
-        if self._averages:
-            ema.add(self.base, self._variables, before, counted)
-        constraints = self._constraints or {id(v): v.constraint for v in updated if v.constraint is not None}
-        ema.constrain(constraints, updated, counted)
 
     def _apply_keras(self, grads: Gradients, penalty_grads: Gradients) -> None:
         # The optimizer divides by its loss scale; nobody has multiplied the loss by a `loss_scale_factor`.

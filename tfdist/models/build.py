@@ -44,7 +44,14 @@ def build(experiment: config.Experiment, spec: Spec, quiet: bool = False) -> ker
     if wanted.name.endswith(config.FILE):
         model = _loaded(wanted.name, experiment.train.precision, spec)
     else:
-        model = _made(wanted.name, field_syntax.options("model.options", wanted.options), spec)
+        options = field_syntax.options("model.options", wanted.options)
+        if wanted.name in config.APPLICATIONS:
+            model = vision.application(wanted.name, options, spec)
+        else:
+            function = _ZOO.get(wanted.name) or user_functions.resolve("model.name", wanted.name)
+            if wanted.name in _ZOO:
+                layers.check_options(function, options)
+            model = user_functions.call("model.options", function, options, spec)
     if not isinstance(model, keras.Model):
         raise UserError(f"model.name={wanted.name!r} must return a keras.Model, got {type(model).__name__}")
     for layer in keras_internals.batch_norms(model):
@@ -107,16 +114,6 @@ def compiled(
         classes = data.spec.classes or 0
         data = dataclasses.replace(data, train=one_hot(data.train, classes), eval=one_hot(data.eval, classes))
     return data
-
-
-def _made(name: str, options: dict[str, object], spec: Spec) -> keras.Model:
-    if name in config.APPLICATIONS:
-        return vision.application(name, options, spec)
-    if name not in _ZOO:
-        return user_functions.call("model.options", user_functions.resolve("model.name", name), options, spec)
-    function = _ZOO[name]
-    layers.check_options(function, options)
-    return user_functions.call("model.options", function, options, spec)
 
 
 def check_can_be_saved(model: keras.Model, name: str) -> None:

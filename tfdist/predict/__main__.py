@@ -10,6 +10,7 @@ Exit codes: 0 done; 1 a failure on the way; 2 the input or the environment is
 wrong; 143 stopped by a signal.
 """
 
+import functools
 from collections.abc import Callable
 
 from absl import flags
@@ -26,30 +27,19 @@ def _run(values: flags.FlagValues) -> int:
         what = f"--output={name} is of no kind that is known" if name else "--output is missing"
         raise UserError(what, "give a name that ends in .csv or .jsonl, or - for standard output")
 
-    def work(ready: job.Ready, should_stop: Callable[[], str]) -> None:
-        data, chief = ready.experiment.data, ready.distribution.is_chief
-        with prediction_rows.OutputFile(name, values.overwrite, chief) as file:
-            count = _write(ready, file, prediction_rows.Lines(kind), values, should_stop)
-        if chief and name != prediction_rows.STDOUT:
-            logger.info(f"{ready.source} on {data.name}, {data.eval_split}: {count} predictions in {name}")
-
+    work = functools.partial(_write, values, kind)
     return job.with_model(values, prediction_rows.OutputFile(name, values.overwrite), work, rows_alone=True)
 
 
-def _write(
-    ready: job.Ready,
-    file: prediction_rows.OutputFile,
-    lines: prediction_rows.Lines,
-    values: flags.FlagValues,
-    should_stop: Callable[[], str],
-) -> int:
-    """Writes the predictions batch by batch; returns how many."""
+def _write(values: flags.FlagValues, kind: str, ready: job.Ready, should_stop: Callable[[], str]) -> None:
+    """Writes the predictions batch by batch, in memory that does not grow."""
     import keras
+    import numpy as np
 
     from tfdist.inference import compatibility
     from tfdist.trainer import evaluation
 
-    data, experiment = ready.data, ready.experiment
+    name, data, experiment, chief = values.output, ready.data, ready.experiment, ready.distribution.is_chief
     if not data.eval.repeats_order():
         what = f"data.name={experiment.data.name!r} has another order each time that it is read"
         raise UserError(f"{what}, so no line would belong to an example", "do not shuffle data.eval_split")
@@ -62,16 +52,24 @@ def _write(
         example=data.eval.name,
         numbers=data.numbers,
     )
-    count = 0
-    shards, check = ready.experiment.train.virtual_replicas, values.check_agreement
-    pieces = evaluation.predict_batches(ready.model, data.eval, ready.distribution, batch, should_stop, shards, check)
-    for outputs, targets in pieces:
-        reader = reader if count else reader.settled(outputs)
-        rows = reader.rows(outputs, targets, count)
-        count += len(keras.tree.flatten(outputs)[0])
-        if ready.distribution.is_chief:
-            file.write(lines.text(rows))
-    return count
+    lines, count = prediction_rows.Lines(kind), 0
+    sizes = batch, experiment.train.virtual_replicas
+    given = ready.model, data.eval, ready.distribution, *sizes, values.check_agreement, should_stop
+    with prediction_rows.OutputFile(name, values.overwrite, chief) as file:
+        for (outputs, targets), number in evaluation.predictions("predict beside targets", *given):
+            for output in keras.tree.flatten(outputs):
+                if tuple(output.shape[:1]) != (number,):
+                    what = f"the model gives {tuple(output.shape)} for {number} examples"
+                    raise UserError(what, "give one row for each")
+            outputs, targets = keras.tree.map_structure(np.asarray, (outputs, targets))
+            reader = reader if count else reader.settled(outputs)
+            rows = reader.rows(outputs, targets, count)
+            count += number
+            if chief:
+                file.write(lines.text(rows))
+    if chief and name != prediction_rows.STDOUT:
+        data_set = f"{experiment.data.name}, {experiment.data.eval_split}"
+        logger.info(f"{ready.source} on {data_set}: {count} predictions in {name}")
 
 
 def main() -> None:

@@ -34,33 +34,30 @@ def run(program: Program, environment: Environment, values: flags.FlagValues) ->
     logging.root.handlers.clear()  # of absl's, or the script's logging.basicConfig would do nothing
     where = {name: getattr(environment, name) for name in runtime_options.names(PlacementOptions)}
     distribution = connect.connect(**where)
-    return worker_session.reporting_failures(
-        distribution.peers, lambda: _patched(program, distribution, environment, values)
-    )
 
+    def work() -> int:
+        with contextlib.ExitStack() as stack:
+            kept = None
+            if environment.workdir:
+                kept = stack.enter_context(KeptFits(distribution, environment, values.checkpoint_every))
+            patch = keras_patch.KerasPatch(
+                distribution, values.sync_batch_norm == "on", values.virtual_replicas, kept.call if kept else None
+            )
+            keras_patch.install(patch)
+            if values.show == "chief" and not distribution.is_chief:
+                stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            user_functions.note_files()
+            code = _executed(program, distribution)
+            if kept:
+                kept.finish(code)
+            if code:
+                return code
+            if not patch.calls:
+                messages.logger.info(_NOT_DISTRIBUTED)
+            _warn_of_shared_files(distribution)
+        return 0
 
-def _patched(program: Program, distribution: Distribution, environment: Environment, values: flags.FlagValues) -> int:
-    """Runs the program behind the patched Keras, and looks back at what it has done."""
-    with contextlib.ExitStack() as stack:
-        kept = None
-        if environment.workdir:
-            kept = stack.enter_context(KeptFits(distribution, environment, values.checkpoint_every))
-        patch = keras_patch.KerasPatch(
-            distribution, values.sync_batch_norm == "on", values.virtual_replicas, kept.call if kept else None
-        )
-        keras_patch.install(patch)
-        if values.show == "chief" and not distribution.is_chief:
-            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        user_functions.note_files()
-        code = _executed(program, distribution)
-        if kept:
-            kept.finish(code)
-        if code:
-            return code
-        if not patch.calls:
-            messages.logger.info(_NOT_DISTRIBUTED)
-        _warn_of_shared_files(distribution)
-    return 0
+    return worker_session.reporting_failures(distribution.peers, work)
 
 
 def _executed(program: Program, distribution: Distribution) -> int:

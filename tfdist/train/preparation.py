@@ -11,7 +11,7 @@ from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.config import schedule as schedule_lib
 from tfdist.config import user_functions, validation
 from tfdist.config.messages import logger
-from tfdist.config.runtime_options import Environment, ResumeOptions
+from tfdist.config.runtime_options import Environment
 from tfdist.data import spec_file
 from tfdist.data.datasets import registry
 from tfdist.data.loaded import Loaded
@@ -48,7 +48,14 @@ def prepare(
 ) -> Preparation:
     """Loads the data and builds the model. Every worker calls this with the same experiment."""
     _announce(distribution, placement, experiment.train.virtual_replicas)
-    experiment, recovered = _with_recovered_accumulate(experiment, environment, placement, folder, distribution)
+    train = experiment.train
+    again = placement.cluster.attempt > 0 or not (environment.resume == "never" or folder.completed)
+    told = distribution.peers.gather("micro-batches of the run before", resume.read_accumulate(folder) if again else 1)
+    accumulate = min(told[0], train.batch_size // distribution.replicas)
+    recovers = accumulate > train.accumulate and not train.virtual_replicas  # which guarantee the same bits
+    if recovers:
+        logger.info(f"train.accumulate={accumulate} instead of {train.accumulate}: the run before ran out of memory")
+        experiment = dataclasses.replace(experiment, train=dataclasses.replace(train, accumulate=accumulate))
     models.set_precision(experiment.train.precision)
     data = registry.load_together(
         distribution.peers, experiment.data, lambda: registry.load(experiment, not environment.dry_run)
@@ -90,7 +97,7 @@ def prepare(
     )
     return Preparation(
         experiment=experiment,
-        recovered_accumulate=recovered,
+        recovered_accumulate=accumulate if recovers else 0,
         data=data,
         schedule=schedule,
         class_weights=weights,
@@ -116,22 +123,3 @@ def _announce(distribution: Distribution, placement: Placement, virtual_replicas
         logger.info(f"devices: {placement.selection.describe()}")
     if placement.survey.problem:
         logger.info(f"WARNING: {placement.survey.problem}: python -m tfdist.doctor says more")
-
-
-def _with_recovered_accumulate(
-    experiment: config.Experiment,
-    options: ResumeOptions,
-    placement: Placement,
-    folder: RunFolder,
-    distribution: Distribution,
-) -> tuple[config.Experiment, int]:
-    """Returns the experiment with the micro-batches that an earlier attempt needed, and their number; 0 if none."""
-    own = resume.read_accumulate(folder) if resume.unfinished(folder, options, placement.cluster.attempt) else 1
-    most = experiment.train.batch_size // distribution.replicas
-    recorded = min(distribution.peers.gather("micro-batches of the run before", own)[0], most)
-    accumulate = experiment.train.accumulate
-    if recorded <= accumulate or experiment.train.virtual_replicas:  # which guarantee the same bits
-        return experiment, 0
-    logger.info(f"train.accumulate={recorded} instead of {accumulate}: the run before ran out of memory")
-    train = dataclasses.replace(experiment.train, accumulate=recorded)
-    return dataclasses.replace(experiment, train=train), recorded

@@ -29,7 +29,6 @@ from tfdist.verification import equivalence_check, replica_sync_check
 
 Data: TypeAlias = Any
 """Arrays, a tuple of them, a `tf.data.Dataset`, what `python_batches` reads, or a source of `tfdist.data.sources`."""
-PREDICT_ROWS = 4096  # rows that `predict` holds on the device before they are copied out
 
 
 def limited(number: int | None, most: int | None, what: str) -> int | None:
@@ -231,46 +230,13 @@ def predict(
     source = sources.as_source((x,) if isinstance(x, tuple) and (inputs is None or len(inputs) != 1) else x)
     steps = limited(steps, keras.config.max_steps_per_epoch(), "steps")
     batch_size = source.requested_batch(batch_size, steps=steps)
-    run = functools.partial(_predict, "predict", steps=steps, callbacks=callbacks, verbose=verbose)
-    pieces, rows = [], 0
-    arrays: list[Structure] = []
+    run = functools.partial(predictions, "predict", steps=steps, callbacks=callbacks, verbose=verbose)
     with distribution.one_thread():
-        for outputs, count in run(model, source, distribution, batch_size, virtual_replicas, check_agreement):
-            pieces.append(outputs)
-            rows += count
-            if rows >= PREDICT_ROWS:
-                arrays.append(_concatenated(pieces))
-                pieces, rows = [], 0
-    if pieces:
-        arrays.append(_concatenated(pieces))
-    return _concatenated(arrays)
+        batches = run(model, source, distribution, batch_size, virtual_replicas, check_agreement)
+        return _concatenated([keras.tree.map_structure(np.asarray, outputs) for outputs, _ in batches])
 
 
-def predict_batches(
-    model: keras.Model,
-    source: sources.Source,
-    distribution: Distribution,
-    batch_size: int | None = None,
-    should_stop: Callable[[], str] = agreement.never,
-    virtual_replicas: int = 0,
-    check_agreement: str = "auto",
-) -> Iterator[tuple[Structure, Structure]]:
-    """Predicts batch by batch, beside the targets, in memory that does not grow. Every worker must read on.
-
-    Yields:
-      (outputs, targets) of a global batch, NumPy arrays [n, ...]; targets are () where there are none.
-    """
-    kind = "predict beside targets"
-    for (outputs, targets), rows in _predict(
-        kind, model, source, distribution, batch_size, virtual_replicas, check_agreement, should_stop
-    ):
-        for output in keras.tree.flatten(outputs):
-            if tuple(output.shape[:1]) != (rows,):
-                raise UserError(f"the model gives {tuple(output.shape)} for {rows} examples", "give one row for each")
-        yield keras.tree.map_structure(np.asarray, outputs), keras.tree.map_structure(np.asarray, targets)
-
-
-def _predict(
+def predictions(
     kind: str,
     model: keras.Model,
     source: sources.Source,
@@ -285,7 +251,8 @@ def _predict(
 ) -> Iterator[tuple[Structure, int]]:
     """Yields for each global batch the outputs of a compiled function, tensors [rows, ...], and their number of rows.
 
-    `kind`: of the function, see `Step.compiled`; `should_stop`: called after each batch, if given.
+    Every worker must read on. `kind`: of the function, see `Step.compiled`; `should_stop`: called after each batch, if
+    given.
     """
     preconditions.among("check_agreement", check_agreement, equivalence_check.CHOICES)
     preconditions.scope(model, distribution, virtual_replicas)

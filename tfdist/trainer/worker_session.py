@@ -102,17 +102,13 @@ class Signals:
         return f"stopped by {self.received} after the update in progress" if self.received else ""
 
     def _receive(self, number: int, frame: object) -> None:
-        if os.getpid() != self._process:
-            self._receive_in_child(number)
-            return
-        if self.received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
-
-    def _receive_in_child(self, number: int) -> None:
-        orphaned = os.getppid() != self._process
-        if not (self._sent[0] or self._signaled_child == os.getpid() or orphaned):
+        orphaned = os.getppid() != self._process  # of a child
+        if os.getpid() == self._process:
+            if self.received and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.received = signal.Signals(number).name
+        elif not (self._sent[0] or self._signaled_child == os.getpid() or orphaned):
             self._signaled_child = os.getpid()
-            return
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)  # os.kill would be seen, and end the other children
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)  # os.kill would be seen, and end the other children
