@@ -264,7 +264,7 @@ def test_a_resumed_early_stopping_keeps_its_patience_and_its_best_weights(connec
     assert stopping(model(connect(1)), checkpoints=kept(tmp_path, every="1000 steps")).epoch == [0, 1, 2]
 
 
-@pytest.mark.parametrize("append", [False, True])
+@pytest.mark.parametrize("append", [True, pytest.param(False, marks=pytest.mark.whole)])
 def test_a_csv_logger_keeps_its_rows_through_a_resume(append, connect, tmp_path):
     """Of the rows it keeps those of the checkpoint: an epoch that is repeated is there once, and a header always."""
 
@@ -288,6 +288,7 @@ def test_a_csv_logger_keeps_its_rows_through_a_resume(append, connect, tmp_path)
         assert rows("cut.csv", 3, checkpoints=kept(tmp_path, every="1000 steps")) == expected
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("every", ["1000 steps", "7 steps"])
 @pytest.mark.parametrize("data", [shuffled, of_unknown_length])
 def test_files_that_callbacks_have_written_after_the_last_checkpoint_do_not_count(

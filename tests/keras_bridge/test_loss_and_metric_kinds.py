@@ -121,6 +121,7 @@ class OfTheFirst(keras.metrics.Mean):
         super().update_state(y_true[:, 0], sample_weight=keras.ops.cast(rows < 100, "float32"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("loss", [_drops_rows, _per_positive])
 def test_losses_that_depend_on_rare_rows_are_those_of_keras(connect, replicas, loss):
