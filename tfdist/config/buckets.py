@@ -193,19 +193,16 @@ class Bucket:
             try:
                 return action(self._system())
             except FileNotFoundError as error:
-                raise MissingError(self.place(name), _missing(name, error)) from None
+                why = "no such object" if name in str(error) else _reason(error)
+                if "/upload/storage/" in str(error):  # where gcsfs wanted to write: what else could be missing there
+                    why = "the specified bucket does not exist"
+                raise MissingError(self.place(name), why) from None
             except Exception as error:  # each service has its own
                 if isinstance(error, OSError) and isinstance(error.filename, str) and error.filename.startswith("/"):
                     raise  # it is this machine's disk that could not be read or written
                 if not left or {kind.__name__ for kind in type(error).__mro__} & set(_FINAL):
                     raise BucketError(self.place(name), _reason(error)) from None
             time.sleep(left.pop(0))
-
-
-def _missing(name: str, error: Exception) -> str:
-    if "/upload/storage/" in str(error):  # where gcsfs wanted to write: what else could be missing there
-        return "the specified bucket does not exist"
-    return "no such object" if name in str(error) else _reason(error)
 
 
 def _reason(error: Exception) -> str:

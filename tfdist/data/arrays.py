@@ -64,7 +64,13 @@ class Arrays(Source):
         for name, part in zip(("an input", "a target", "a weight"), unpack(self.columns)):
             columns = [column for column in keras.tree.flatten(part) if column is not None]
             each = max(1, _COMPARED // max(1, len(columns)))
-            facts[name] = [number for column in columns[:_COMPARED] for number in _some_numbers(column, each)]
+            values: list = []
+            for column in columns[:_COMPARED]:  # evenly spread over it
+                width = math.prod(column.shape[1:])
+                places = np.unique(np.linspace(0, len(column) * width - 1, each).astype(np.int64)) if width else ()
+                values += [np.asarray(column[place // width]).reshape(-1)[place % width] for place in places]
+            is_number = lambda value: np.issubdtype(np.asarray(value).dtype, np.number)
+            facts[name] = [float(value) if is_number(value) else str(value)[:40] for value in values]
         return facts
 
     def contents(self) -> dict[str, object]:
@@ -129,14 +135,6 @@ def crc(rows: Structure, checksum: int = 0) -> int:
         content = repr(array.tolist()).encode() if array.dtype == object else array.ravel().view(np.uint8).data
         checksum = zlib.crc32(content, checksum)
     return checksum
-
-
-def _some_numbers(column: np.ndarray, count: int) -> list[float | str]:
-    """Returns numbers that are evenly spread over a column."""
-    width = math.prod(column.shape[1:])
-    places = np.unique(np.linspace(0, len(column) * width - 1, count).astype(np.int64)) if width else ()
-    values = [np.asarray(column[place // width]).reshape(-1)[place % width] for place in places]
-    return [float(v) if np.issubdtype(np.asarray(v).dtype, np.number) else str(v)[:40] for v in values]
 
 
 def _digest(column: np.ndarray, count: int, rounded: bool, squash: bool = False) -> tuple[int, list[float]]:

@@ -38,7 +38,8 @@ class Servable:
 
     def answers(self, x: Structure) -> dict[str, tf.Tensor]:
         """Returns named outputs: `class_ids`, `classes`, `probabilities`, `logits`; without classes the model's own."""
-        outputs = keras.tree.map_structure(_readable, self.model(x, training=False))
+        known = lambda t: tf.cast(t, tf.float32) if t.dtype in (tf.bfloat16, tf.float16) else t  # to clients
+        outputs = keras.tree.map_structure(lambda t: known(tf.convert_to_tensor(t)), self.model(x, training=False))
         # Judged by what it gives, and not by `output_shape`, which a class of one's own has not.
         if self.spec.classes is None or not tf.is_tensor(outputs) or outputs.shape[1:] != [self.spec.classes]:
             return _named(outputs)
@@ -190,12 +191,6 @@ def _type(column: Column) -> tf.DType:
     if column.kind != "number":
         return tf.string
     return tf.float64 if abs(column.mean) > _FINE * column.std else tf.float32
-
-
-def _readable(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor in a type that clients know."""
-    tensor = tf.convert_to_tensor(tensor)
-    return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.bfloat16, tf.float16) else tensor
 
 
 def _named(outputs: Structure) -> dict[str, tf.Tensor]:

@@ -194,10 +194,15 @@ def global_seed() -> int:
     return rng_utils.get_random_seed() or 0
 
 
-def random_state() -> list[int] | None:
-    """Returns the state of Keras' generator for whatever gives no seed, None before its first use."""
+def unseeded() -> list[keras.Variable]:
+    """Returns the state of Keras' generator for whatever gives no seed; nothing before its first use."""
     generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
-    return None if generator is None else [int(value) for value in generator.state.numpy()]
+    return [] if generator is None else [generator.state]
+
+
+def random_state() -> list[int] | None:
+    """Returns the numbers of `unseeded`, None before its first use."""
+    return [int(value) for state in unseeded() for value in state.numpy()] or None
 
 
 def set_random_state(state: list[int] | None) -> None:

@@ -177,11 +177,12 @@ def unchanged(variables: Sequence[keras.Variable | tf.Variable]) -> Iterator[Non
 def foreign(model: keras.Model, writes: Iterable[Write], generators: bool = False) -> list[Write]:
     """Returns the writes to variables that neither the model nor its metrics or optimizers own.
 
-    `generators`: also to the state of random generators, as a call of keras.random without a seed writes it.
+    `generators`: also to the state of random generators, but for Keras' own, of calls without a seed.
     """
-    owned = _ids([*model.variables, *model.metrics_variables, *keras_internals.carried_states(model)])
-    others = [w for w in writes if id(w.variable) not in owned]
-    others = others if generators else [w for w in others if "seed_generator" not in w.variable.name]
+    kept = keras_internals.carried_states(model) + keras_internals.unseeded()
+    owned = _ids([*model.variables, *model.metrics_variables, *kept])
+    left_out = lambda name: "seed_generator" in name and not generators
+    others = [w for w in writes if id(w.variable) not in owned and not left_out(w.variable.name)]
     if not others:
         return []
     optimizers = preconditions.optimizers(model)

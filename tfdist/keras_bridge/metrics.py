@@ -17,8 +17,6 @@ from tfdist.keras_bridge import gathering, keras_internals
 from tfdist.keras_bridge.keras_internals import MASK, MetricArguments
 from tfdist.keras_bridge.loss import is_of_keras, negated, variants
 
-SUMS = "sums"  # prefix of the names of what metrics sum up
-
 
 def update(model: keras.Model, distribution: Distribution, rows: MicroBatch, y_pred: Structure) -> None:
     """Updates the compiled metrics, if any, with a replica's rows as Keras does; in replica context."""
@@ -163,35 +161,15 @@ def _update(metric: keras.Metric, pair: MetricArguments) -> None:
     metric.count.value.assign_add(tf.cast(rows, metric.count.dtype), read_value=False)
 
 
-def of_replica(model: keras.Model, losses: bool = False) -> dict[str, tf.Tensor]:
-    """Returns the results of all metrics as they are; in replica context, of what this replica has updated."""
-    of_losses = set() if losses else set(map(id, keras_internals.loss_metrics(model)))
-    by_name = _flat({metric.name: metric.result() for metric in model.metrics if id(metric) not in of_losses})
-    return {name: tf.convert_to_tensor(value) for name, value in by_name.items()}
-
-
-def with_sums(model: keras.Model, losses: bool) -> dict[str, tf.Tensor]:
-    """Returns `of_replica` and what metrics of Keras have summed up, under `SUMS` and a number; nothing of others.
-
-    R2Score of a single row is a quotient of rounding errors, though all that it sums up is as on one device.
-    """
-    every = _every(model)
-    variables = [v for metric in every for v in metric.variables] if all(is_of_keras(type(m)) for m in every) else []
-    sums = {f"{SUMS} {i}": tf.convert_to_tensor(variable.value) for i, variable in enumerate(variables)}
-    return {**of_replica(model, losses), **sums}
-
-
-def results(
-    model: keras.Model, distribution: Distribution, losses: bool = False, read: Callable = of_replica
-) -> dict[str, tf.Tensor]:
-    """Returns what `read` does of all metrics, summed over replicas, under Keras' names.
+def results(model: keras.Model, distribution: Distribution, losses: bool = False) -> dict[str, tf.Tensor]:
+    """Returns the results of all metrics, summed over replicas, under Keras' names.
 
     `losses`: also of those in which Keras averages the losses; without a step of the model's own nothing updates them.
     """
-    return read(model, losses) if distribution.workers == 1 else _of_workers(model, distribution, losses, read)
+    return of_replica(model, losses) if distribution.workers == 1 else _of_workers(model, distribution, losses)
 
 
-def _of_workers(model: keras.Model, distribution: Distribution, losses: bool, read: Callable) -> dict[str, tf.Tensor]:
+def _of_workers(model: keras.Model, distribution: Distribution, losses: bool) -> dict[str, tf.Tensor]:
     """Returns the results of all metrics from one sum of all that they have counted.
 
     TensorFlow would sum each variable when it is read, in a message of its own, one after the other. Over a link with a
@@ -205,12 +183,19 @@ def _of_workers(model: keras.Model, distribution: Distribution, losses: bool, re
         own = [tf.identity(tf.convert_to_tensor(v.value)) for v in summed]
         for variable, total in zip(summed, distribution.all_sum(own)):
             keras_internals.write_copy(variable.value, total)
-        totals = read(model, losses)
+        totals = of_replica(model, losses)
         for variable, value in zip(summed, own):
             keras_internals.write_copy(variable.value, value)
         return totals
 
     return {name: distribution.local(value)[0] for name, value in distribution.run(of_each, ()).items()}
+
+
+def of_replica(model: keras.Model, losses: bool = False) -> dict[str, tf.Tensor]:
+    """Returns the results of all metrics as they are; in replica context, of what this replica has updated."""
+    of_losses = set() if losses else set(map(id, keras_internals.loss_metrics(model)))
+    by_name = _flat({metric.name: metric.result() for metric in model.metrics if id(metric) not in of_losses})
+    return {name: tf.convert_to_tensor(value) for name, value in by_name.items()}
 
 
 def _flat(results: dict[str, object]) -> dict[str, object]:
@@ -333,8 +318,5 @@ _WHOLE: weakref.WeakSet[keras.Metric] = weakref.WeakSet()
 
 def whole_metrics(model: keras.Model) -> list[keras.Metric]:
     """Returns the compiled metrics of a model that must see a whole batch."""
-    return [metric for metric in _every(model) if metric in _WHOLE]
-
-
-def _every(model: keras.Model) -> list[keras.Metric]:
-    return list(dict.fromkeys(inner for metric in model.metrics for inner in getattr(metric, "metrics", [metric])))
+    every = [inner for metric in model.metrics for inner in getattr(metric, "metrics", [metric])]
+    return [metric for metric in dict.fromkeys(every) if metric in _WHOLE]

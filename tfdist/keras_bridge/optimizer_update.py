@@ -27,13 +27,6 @@ Gradients: TypeAlias = "list[tf.Tensor | None]"
 """One dense tensor per trainable variable, None where the loss does not depend on it."""
 
 
-def _overflowed(gradient: tf.Tensor | None) -> tf.Tensor | None:
-    """Returns a sum over replicas as one device has it in float16: a loss scale is halved for what overflows there."""
-    if gradient is None:
-        return None
-    return tf.where(tf.abs(gradient) < OVERFLOW, gradient, tf.constant(float("inf"), gradient.dtype))
-
-
 def is_fused(optimizer: keras.optimizers.Optimizer) -> bool:
     """Returns whether updates are TensorFlow's fused ops; exact classes only: others may compute something else."""
     inner = inner_optimizer(optimizer)
@@ -132,7 +125,9 @@ class OwnedOptimizer:
         if not any(present):
             raise UserError("no trainable variable has a gradient: the loss does not depend on the model's weights")
         if self._optimizer is not self.base and self._in_float16:
-            grads = [_overflowed(g) if id(v) in self._in_float16 else g for g, v in zip(grads, self._variables)]
+            # A sum over replicas as one device has it: a loss scale is halved for what overflows there.
+            halved = [g is not None and id(v) in self._in_float16 for g, v in zip(grads, self._variables)]
+            grads = [tf.where(tf.abs(g) < OVERFLOW, g, float("inf")) if h else g for g, h in zip(grads, halved)]
         before = tf.identity(keras_internals.counter(self.base).value)
         if self._sliced and (self._optimizer is not self.base or self.base.gradient_accumulation_steps):
             for place, variable in zip(self._places, self._variables):

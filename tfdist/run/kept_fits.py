@@ -98,7 +98,10 @@ class KeptFits:
                 free = (STARTING, CONTENT, setups.ENCLOSED) if self._trained_again else STARTING
                 facts |= {name: fact for name, fact in before["facts"].items() if name.startswith(free)}
             _check_same(self._number, facts, before["facts"], self._options.resume_changed)
-            why = own or _lost(before, written) or (before["end"] is not None and _consumed(arguments))
+            why = own or _lost(before, written)
+            consumed = [name for name in ("x", "validation_data") if not _in_memory(arguments.get(name))]
+            if not why and consumed and before["end"] is not None:  # later calls may go on with the same data
+                why = f"{consumed[0]} is a {type(arguments[consumed[0]]).__name__}, whose next pass may be another"
             self._trained_again |= bool(why)
             if why:
                 logger.info(f"call {self._number} of fit trains again from its start, with the same result: {why}")
@@ -290,12 +293,6 @@ def _lost(before: Mapping[str, Any], written: list[str]) -> str:
         return f"its training step writes variables that belong to no layer of the model ({', '.join(names)})"
     earlier = before.get("written", written)
     return f"a ModelCheckpoint of it wrote {earlier[0]}, and now writes {written[0]}" if earlier != written else ""
-
-
-def _consumed(arguments: Mapping[str, Any]) -> str:
-    """Returns why a call that is left out would change the data of later ones, if so: other data than arrays may."""
-    odd = [name for name in ("x", "validation_data") if not _in_memory(arguments.get(name))]
-    return f"{odd[0]} is a {type(arguments[odd[0]]).__name__}, whose next pass may be another" if odd else ""
 
 
 def _in_memory(data: Any) -> bool:

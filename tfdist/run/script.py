@@ -9,7 +9,7 @@ import runpy
 import sys
 import traceback
 import types
-from types import FrameType, TracebackType
+from types import FrameType
 
 from absl import flags
 
@@ -87,9 +87,10 @@ def _executed(program: Program, distribution: Distribution) -> int:
             distribution.peers.fail(f"the script has ended with exit code {code}", code)
         return code
     except (UserError, TrainingError) as error:
-        place = _place(error.__traceback__, program)
-        if isinstance(error, PeerError) or not place:
+        lines = [(f, line) for f, line in traceback.walk_tb(error.__traceback__) if _of_program(f, program)]
+        if isinstance(error, PeerError) or not lines:
             raise
+        place = f"{os.path.basename(lines[-1][0].f_code.co_filename)}, line {lines[-1][1]}"
         if isinstance(error, UserError):
             raise UserError(f"{place}: {error.what}", error.fix) from error
         raise TrainingError(f"{place}: {error}") from error
@@ -108,12 +109,6 @@ def _of_program(frame: FrameType, program: Program) -> bool:
     """Whether a frame is of the program, and not of what has started it."""
     own = program.is_module or frame.f_code.co_filename == program.name
     return own and frame.f_globals.get("__name__") == "__main__"
-
-
-def _place(trace: TracebackType | None, program: Program) -> str:
-    """Returns the last line of the program itself in a traceback, such as `train.py, line 12`; "" for none."""
-    places = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace) if _of_program(f, program)]
-    return f"{os.path.basename(places[-1][0])}, line {places[-1][1]}" if places else ""
 
 
 def _warn_of_shared_files(distribution: Distribution) -> None:

@@ -231,8 +231,12 @@ class KerasPatch:
                 # Keras' are sorted, and a script may take the values alone; a step of its own has its own order.
                 sort = by_name and not preconditions.replaced(model, (*preconditions.TRAINING, "test_step"))
                 return dict(sorted(result.items())) if sort else result
-            if self.distribution.workers > 1:
-                _save_on_all_workers(arguments.get("callbacks"))
+            # Each worker calls `model.save`, so that all find the file, though each may have a path of its own.
+            given = arguments.get("callbacks") or []
+            given = given.callbacks if isinstance(given, keras.callbacks.CallbackList) else given
+            for callback in keras.tree.flatten(given) if self.distribution.workers > 1 else []:
+                if type(callback) is keras.callbacks.ModelCheckpoint:
+                    callback.chief_only = False
             # Else each of several calls would see the examples in the same order.
             number, self._fits = self._fits, self._fits + 1
             arguments.setdefault("seed", (keras_internals.global_seed() + 7919 * number) % 2**31)
@@ -276,14 +280,6 @@ def removing_together(rmtree: Callable[[str], None]) -> Callable[[str], None]:
                 remove(path)
 
     return remove
-
-
-def _save_on_all_workers(callbacks: Any) -> None:
-    """Lets each worker call `model.save`, so that all find the file, though each may have a path of its own."""
-    given = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
-    for callback in keras.tree.flatten(given) if given else []:
-        if type(callback) is keras.callbacks.ModelCheckpoint:
-            callback.chief_only = False
 
 
 def _content(path: pathlib.Path) -> list[list[str]]:

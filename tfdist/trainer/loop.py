@@ -115,9 +115,8 @@ class FitLoop:
         files = callbacks_lib.keep_files(self._callbacks)
         wanted = agreement.any_worker(self._distribution, "what callbacks want", norm, saves, files)
         self._norm, self._averages, self._keep_files = wanted
-        audit = self._options.audit
-        self._audit = Audit(self._step, self._options.virtual_replicas, audit)
-        self._sync_check = ReplicaSyncCheck(self._distribution, every=min(audit or EVERY, EVERY))
+        self._audit = Audit(self._step, self._options.virtual_replicas, self._options.audit)
+        self._sync_check = ReplicaSyncCheck(self._distribution, every=min(self._options.audit or EVERY, EVERY))
         self._read = self._position.update  # the update up to which the feed has been read
 
     def _check(self, initial: layer_state.Snapshot | None = None) -> None:

@@ -7,85 +7,61 @@ find together; a difference is neither rounding nor chance.
 
 import collections
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import keras
-import tensorflow as tf
 
-from tfdist.config.messages import logger
 from tfdist.data.arrays import crc
-from tfdist.errors import TrainingError
+from tfdist.errors import TrainingError, UserError
 from tfdist.step.step import Step
 from tfdist.verification.equivalence_probe import METRIC, STATE, Comparison, EquivalenceProbe, ProbeResult
 
 
 class Audit:
-    """Compares losses and gradients of a batch over all devices, after each `every` updates."""
+    """Compares losses and gradients of a batch over all devices, after each `every` updates; 0 for never."""
 
     def __init__(self, step: Step, virtual_replicas: int, every: int):
-        self._step, self._comparison, self._every = (
-            step,
-            Comparison("train", "virtual replicas", virtual_replicas),
-            every,
-        )
-        self._probe: _Probe | None = None
-        self._warned = False
+        self._step, self._every = step, every
+        self._probe: EquivalenceProbe | None = None
+        self._comparison = Comparison("train", "virtual replicas", virtual_replicas)
 
     def after(self, update: int, done: int, batch_of: Callable[[], tuple | None]) -> None:
         """Recomputes, if one of the last `done` updates makes it due, the last batch with the weights of now.
 
         Raises:
+          UserError: workers know no batch that is the same on all of them.
           TrainingError: a device, or the sum over all, has other bits. It names them.
         """
         if not self._every or update // self._every == (update - done) // self._every:
             return
-        gather, rows = self._step.distribution.peers.gather, batch_of() or ()
-        if None in (known := gather("the batch to audit", crc(rows) if rows else None)) or len(set(known)) > 1:
-            if not self._warned:
-                self._warned = True
-                logger.info("WARNING: the data keeps no batch that all workers know: nothing can be audited")
-            return
-        number = int(keras.tree.flatten(rows)[0].shape[0])
-        if self._probe is None or not self._probe.look_at(rows, number):
-            self._probe = _Probe(self._step, rows, self._comparison)
-        with self._step.distribution.peers.during("compiling"):
-            alone, together = (_digests(self._probe.run(whole)) for whole in (True, False))
-        every = gather(f"the audit after update {update}", (alone, together))
-        self._compare([d for worker, _ in every for d in worker], [d for _, worker in every for d in worker], update)
-
-    def _compare(self, alone: Sequence[str], together: Sequence[str], update: int) -> None:
-        place_of = self._step.distribution.place_of
+        peers, place_of, rows = self._step.distribution.peers, self._step.distribution.place_of, batch_of() or ()
+        known = {*peers.gather("the batch to audit", crc(rows) if rows else None)}
+        if None in known or len(known) > 1:
+            raise UserError("audit recomputes a batch, and the data has none that all workers know", "leave it out")
+        probe = self._probe
+        if probe is None or not probe.look_at(rows, len(keras.tree.flatten(rows)[0])):
+            probe = self._probe = EquivalenceProbe(self._step, rows, self._comparison, on_each=True)
+        with peers.during("compiling"):
+            digests = [_digests(probe.run(whole)) for whole in (True, False)]
+        every = peers.gather(f"the audit after update {update}", digests)
+        alone, together = ([digest for worker in every for digest in worker[i]] for i in (0, 1))
         (usual, times), *_ = collections.Counter(alone).most_common()
         other = [place_of(i) for i, digest in enumerate(alone) if digest != usual]
-        if not other and set(together) == {usual}:
+        if not other and {*together} == {usual}:
             return
         found = f"{' and '.join(other)} found another gradient than {place_of(alone.index(usual))}"
-        if other and 2 * times <= len(alone):
+        if not other:
+            found = "the sum over all devices is another than each device found by itself"
+        elif 2 * times <= len(alone):
             found += ", and it cannot be told which is right"
-        elif not other:
-            found = "the sum over all devices is another than each device computes by itself"
         raise TrainingError(
             f"audit after update {update}: {found}, from the same rows and weights: look for broken hardware, and "
             f"resume elsewhere from a checkpoint before update {max(0, update - self._every)}"
         )
 
 
-class _Probe(EquivalenceProbe):
-    """Computes all rows in virtual replicas: all of them on each device, or shared by the devices."""
-
-    @property
-    def count(self) -> int:
-        return int(keras.tree.flatten(self.rows)[0].shape[0])
-
-    def _layout(self, whole: bool):
-        return super()._layout(False)
-
-    def _of_replicas(self, value):
-        return tf.stack(self._distribution.local(value))
-
-
 def _digests(result: ProbeResult) -> list[str]:
     """Returns a digest of the losses and gradients of each device of this worker."""
     losses = [value for name, value in result.values.items() if not name.startswith((METRIC, STATE))]
-    arrays = [*losses, *result.gradient]
-    return [hashlib.sha256(b"".join(array[i].tobytes() for array in arrays)).hexdigest() for i in range(len(arrays[0]))]
+    devices = zip(*losses, *result.gradient)
+    return [hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest() for arrays in devices]

@@ -29,7 +29,7 @@ from tfdist.keras_bridge.setups import fingerprint, may_be_rare, runs_own
 from tfdist.step import step_calls
 from tfdist.step.step import Step
 from tfdist.verification import disagreement
-from tfdist.verification.equivalence_probe import STATE, Comparison, EquivalenceProbe, ProbeResult
+from tfdist.verification.equivalence_probe import METRIC, STATE, Comparison, EquivalenceProbe, ProbeResult
 
 CHOICES = ("auto", "on", "off")
 MICRO_BATCHES = 2  # into which the rows are divided with `accumulate`, whatever that is
@@ -166,9 +166,12 @@ class RepeatedCheck:
             if isinstance(error, tf.errors.ResourceExhaustedError):  # which TensorFlow waits 10 s for
                 self._step.most_rows = probe.count // 2
             return
-        if outcome is not None:
+        apart = outcome.disagreements() if outcome else {}
+        if probe.count == 1:  # of which a metric may be rounding over rounding, as R2Score is
+            apart = {name: distance for name, distance in apart.items() if not name.startswith(METRIC)}
+        if apart:
             found = f"found after {done} {'updates' if self._kind == 'train' else 'batches'}"
-            message = disagreement.message(self._step, probe.rows, comparison, outcome.disagreements(), probe.adding)
+            message = disagreement.message(self._step, probe.rows, comparison, apart, probe.adding)
             raise UserError(f"{found}: {message}")
 
 
@@ -273,8 +276,7 @@ def _by_order(probe: EquivalenceProbe, outcome: _Outcome, least: float, some: Se
     """Returns what differs since the order of the rows decides, as with a capacity; None where it may be random."""
     random, kept = probe.draws_random_numbers(), outcome.whole.values if least == NO_ROUNDING else outcome.noise
     # Without random numbers, what is another the next time follows a state, as of a layer that keeps the last rows.
-    noisy = [name for name, noise in outcome.noise.items() if name in kept and noise > least]
-    names = [name for name in noisy if not (random and name.startswith(STATE))]
+    names = [name for name in kept if outcome.noise[name] > least and not (random and name.startswith(STATE))]
     distances = {name: outcome.distances[name] for name in names if outcome.distances[name] > least}
     again = probe.run(True, times=2, some=some) if random and distances else outcome.whole
     (repeated,) = _of_all_workers(probe, outcome.whole.distance(again))

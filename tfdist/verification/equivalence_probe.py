@@ -28,7 +28,6 @@ from tfdist.step.step import Step, spread_over
 
 PIECE = 1 << 16  # numbers that are compared at a time
 STATE, METRIC, OUTPUT = "the variable", "metric", "output"  # prefixes of the names of some values
-SUMS = f"{METRIC} '{metrics.SUMS} "
 
 
 class ProbeResult(NamedTuple):
@@ -39,18 +38,15 @@ class ProbeResult(NamedTuple):
 
     def is_finite(self) -> bool:
         """Returns whether all but the outputs, which a model may mean to be infinite, are finite."""
-        values = [value for name, value in self.values.items() if not name.startswith((OUTPUT, SUMS))]
+        values = [value for name, value in self.values.items() if not name.startswith(OUTPUT)]
         return all(np.isfinite(array).all() for array in (*values, *self.gradient))
 
     def distance(self, other: "ProbeResult") -> dict[str, float]:
         """Returns relative differences by name; of the gradient the norm over all weights.
 
-        By weight it would raise false alarms: biases that change nothing are pure rounding. Metrics of Keras are no
-        further apart than all that they sum up.
+        By weight it would raise false alarms: biases that change nothing are pure rounding.
         """
-        apart = {name: _relative([value], [other.values[name]]) for name, value in self.values.items()}
-        sums = max((apart.pop(name) for name in self.values if name.startswith(SUMS)), default=np.inf)
-        distances = {name: min(d, sums) if name.startswith(METRIC) else d for name, d in apart.items()}
+        distances = {name: _relative([value], [other.values[name]]) for name, value in self.values.items()}
         if self.gradient:
             distances["the gradient"] = _relative(self.gradient, other.gradient)
         return distances
@@ -110,10 +106,19 @@ class EquivalenceProbe:
     """Computes the same rows, (x, y, weight) as far as needed, on one replica, and in the parts that share them.
 
     With `keras_only`, operation by operation: all code must be Keras', which computes the same where it is traced.
+    With `on_each`, all rows are computed in parts on each device, or shared by all, and values are those of each.
     """
 
-    def __init__(self, step: Step, rows: tuple[Structure, ...], comparison: Comparison, keras_only: bool = False):
+    def __init__(
+        self,
+        step: Step,
+        rows: tuple[Structure, ...],
+        comparison: Comparison,
+        keras_only: bool = False,
+        on_each: bool = False,
+    ):
         self.step, self.rows, self.comparison, self._keras_only = step, rows, comparison, keras_only
+        self._on_each = on_each
         self._distribution = step.distribution
         self._training = comparison.kind == "train"
         self._own = "" if comparison.kind == "predict" else step.own_steps[comparison.kind]
@@ -132,6 +137,8 @@ class EquivalenceProbe:
         if self._distribution.static_shapes and self._own:  # which must see no filler
             return available - available % self._distribution.replicas or available
         rest = available % comparison.number
+        if self._on_each:
+            return available
         return available - (rest if comparison.divides else rest == 0)
 
     def some_rows(self) -> list[list[int]]:
@@ -254,7 +261,7 @@ class EquivalenceProbe:
     def _layout(self, whole: bool) -> Layout:
         comparison, distribution = self.comparison, self._distribution
         static = distribution.static_shapes
-        if whole or comparison.parts == "micro-batches":
+        if (whole and not self._on_each) or comparison.parts == "micro-batches":
             return Layout(self.count, 1, 1 if whole else comparison.number, static=static)
         virtual = comparison.parts == "virtual replicas"
         layout = Layout(self.count, comparison.number, 1, static=static and not virtual, virtual=virtual)
@@ -284,7 +291,7 @@ class EquivalenceProbe:
                     metric.reset_state()
             values, gradient = (self._own_step if self._own else self._compiled_pass)(replica, layout, batch)
             if single:
-                results = metrics.with_sums(model, bool(self._own))
+                results = metrics.of_replica(model, bool(self._own))
                 values.update({f"{METRIC} {name!r}": value for name, value in results.items()})
             values.update(self._kept(replica))
             return values, gradient
@@ -295,6 +302,8 @@ class EquivalenceProbe:
                 rows = keras.tree.pack_sequence_as(self.rows, leaves)
                 given = host_slices(Batch(rows, order, tf.size(order)), layout)
                 of_replicas = given[0] if single else distribution.per_replica(given)
+            first = lambda value: distribution.local(value)[0]
+            compared = first if not self._on_each else lambda value: tf.stack(distribution.local(value))
             with contextlib.ExitStack() as changes:
                 changes.enter_context(replica.tracing())
                 changes.enter_context(keras_internals.one_replica_in_sync() if single else contextlib.nullcontext())
@@ -308,23 +317,19 @@ class EquivalenceProbe:
                 changes.enter_context(keras_internals.rows_draw_alike())
                 results = distribution.run(one, (leaves, of_replicas))
             if comparison.kind == "predict":
-                outputs = keras.tree.map_structure(self._of_replicas, results) if single else None
+                outputs = keras.tree.map_structure(first, results) if single else None
                 outputs = functions.joined(distribution, layout, results) if outputs is None else outputs
                 leaves, names = keras.tree.flatten(outputs), getattr(model, "output_names", None) or []
                 labels = [repr(name) for name in names] if len(set(names)) == len(leaves) else range(len(leaves))
                 return {f"{OUTPUT} {label}": leaf for label, leaf in zip(labels, leaves)}, []
             values, gradient = results
-            values, gradient = keras.tree.map_structure(self._of_replicas, (values, gradient))
+            values, gradient = keras.tree.map_structure(compared, (values, gradient))
             if not single:
-                results = metrics.results(model, distribution, bool(self._own), metrics.with_sums)
+                results = metrics.results(model, distribution, bool(self._own))
                 values.update({f"{METRIC} {name!r}": value for name, value in results.items()})
             return values, gradient
 
         return call
-
-    def _of_replicas(self, value: Any) -> tf.Tensor:
-        """Returns what is compared of a value that each replica has: that of the first."""
-        return self._distribution.local(value)[0]
 
     def _compiled_pass(self, replica: Replica, layout: Layout, batch: ReplicaBatch) -> tuple[dict, list[tf.Tensor]]:
         sums, *_ = functions.global_sums(replica, layout, batch, self._training)

@@ -180,7 +180,13 @@ def loaded(what: str, by_split: Mapping[str, Any], splits: Mapping[str, str], op
         what,
     )
     names = tuple(names) if classes else ()
-    name = lambda data, row: _key(data, row) or f"example {row} of {what}"
+
+    def name(data: Any, row: int) -> str:
+        if "__key__" not in data.features:
+            return f"example {row} of {what}"
+        example = data.select_columns(["__key__", "__url__"])[row]  # of a tar file
+        return f"{example['__key__']} in {example['__url__']}"
+
     both = [Parts([(_as_arrow(data, x), rows) for data, rows in part]) for part in (train, evaluation)]
     if type(features[x]).__name__ == "Image":
         pictures = image_decoding.Pictures.of(options)
@@ -208,14 +214,6 @@ def loaded(what: str, by_split: Mapping[str, Any], splits: Mapping[str, str], op
         for part, read, table in zip((train, evaluation), reads, tables)
     ]
     return Loaded(made[0], made[1], made[0].size, spec)
-
-
-def _key(data: Any, row: int) -> str:
-    """Returns the key of an example and the tar file that it is from, empty if it is from none."""
-    if "__key__" not in data.features:
-        return ""
-    example = data.select_columns(["__key__", "__url__"])[row]
-    return f"{example['__key__']} in {example['__url__']}"
 
 
 def _columns(features: Mapping[str, Any], options: Options, what: str) -> tuple[str, str]:
