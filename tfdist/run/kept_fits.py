@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import glob
 import json
 import os
 import pathlib
 import random
 import re
+import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -84,7 +86,7 @@ class KeptFits:
         where, facts = self._distribution, _facts(model, arguments)
         facts["place"] = f"{where.device_kind} {cpu_kernels.in_use()} {where.name} {where.replicas}"
         facts, mark, written = where.peers.gather("a call of fit", [facts, uuid.uuid4().hex, _written(arguments)])[0]
-        before, own = self._recorded(folder), _not_kept(arguments)
+        before, own = self._recorded(folder, written), _not_kept(arguments)
         if own and not before and not self._warned:
             self._warned = True
             logger.info(f"WARNING: after a kill, calls of fit as this one train again from their start: {own}")
@@ -98,7 +100,7 @@ class KeptFits:
                 free = (STARTING, CONTENT, setups.ENCLOSED) if self._trained_again else STARTING
                 facts |= {name: fact for name, fact in before["facts"].items() if name.startswith(free)}
             _check_same(self._number, facts, before["facts"], self._options.resume_changed)
-            why = own or _lost(before, written)
+            why = own or before["lost"]
             consumed = [name for name in ("x", "validation_data") if not _in_memory(arguments.get(name))]
             if not why and consumed and before["end"] is not None:  # later calls may go on with the same data
                 why = f"{consumed[0]} is a {type(arguments[consumed[0]]).__name__}, whose next pass may be another"
@@ -111,7 +113,7 @@ class KeptFits:
             elif before["changed"] and not self._options.resume_changed:  # the script may load it next
                 what = f"call {self._number} of fit wrote {before['changed']}, which has changed since"
                 raise UserError(what, "give each call its own file and start anew, or use --resume_changed")
-        new = {"facts": facts, "mark": mark, "continued": _continued(arguments)}
+        new = {"facts": facts, "mark": mark, "continued": _continued(arguments), "written": written, "foreign": []}
         record = self._begin_random(folder, new, before) | {"facts": facts, "written": written, "foreign": []}
         # So that no checkpoint of another folder is taken for one of this call; records of 0.2.0 have no mark.
         of_call = {"call of fit": record["mark"]} if "mark" in record else {}
@@ -159,8 +161,11 @@ class KeptFits:
         if self._distribution.is_chief:
             self._report.end({0: "completed", 143: "preempted"}.get(code, "failed"), self._distribution)
 
-    def _recorded(self, folder: pathlib.Path) -> dict[str, Any] | None:
-        """Returns the chief's record of a call, if there is one, on all workers."""
+    def _recorded(self, folder: pathlib.Path, written: list[str]) -> dict[str, Any] | None:
+        """Returns the chief's record of a call, if there is one, on all workers.
+
+        `written`: what its ModelCheckpoints write in this start; what they wrote under other names is copied there.
+        """
         path, record = folder / RECORD, dict[str, Any]()
         if self._distribution.is_chief and (path.exists() or files.newest_first(folder)):
             record = local_files.read_object(path) or {}
@@ -169,6 +174,15 @@ class KeptFits:
                 raise UserError(f"{path} is missing or damaged", "put it back, or use --resume=never")
             known = record.get("files", {})
             record["changed"] = ", ".join(name for name, sha in _checksums(known).items() if sha != known[name])
+            gone = [name for name in known if not os.path.isfile(name)]
+            record["lost"] = f"a ModelCheckpoint of it wrote {gone[0]}, which is gone" if gone else ""
+            if names := record.get("foreign"):
+                told = f"variables that belong to no layer of the model ({', '.join(names)})"
+                record["lost"] = f"its training step writes {told}"
+            for old, new in zip(record.get("written", ()), written):
+                if os.path.isfile(old) and not os.path.exists(new):
+                    os.makedirs(os.path.dirname(new) or ".", exist_ok=True)
+                    shutil.copy2(old, new)
         return self._distribution.peers.gather(f"call {folder.name} of fit", record or None)[0]
 
     def _begin_random(self, folder: pathlib.Path, new: dict[str, Any], before: dict | None) -> dict[str, Any]:
@@ -211,12 +225,15 @@ class KeptFits:
 
 def _sealed(record: dict[str, Any]) -> dict[str, Any]:
     """Returns the record of a call with a checksum of its content; those of 0.2.0 have none."""
-    content = {name: value for name, value in record.items() if name not in ("sha256", "changed")}
+    content = {name: value for name, value in record.items() if name not in ("sha256", "changed", "lost")}
     return content | {"sha256": digest(json.dumps(content, sort_keys=True))}
 
 
 # Names of what draws at random, as they are in the code of a data set.
-_DRAWS = re.compile(r"random|rand|randn|randint|rng|beta|choice|integers|\w*normal|permut\w*|uniform|random_\w*")
+_DRAWS = re.compile(
+    r"random|rand|randn|randint|rng|beta|choice|integers|\w*normal|permut\w*|uniform|random_\w*|shuffle|\w*exponential"
+    r"|poisson|gamma|\w*binomial|laplace|multinomial|dirichlet|logistic|chisquare|geometric|gumbel|triangular|sample"
+)
 
 
 def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,8 +257,9 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checksums(names: Iterable[str]) -> dict[str, str]:
-    """Returns the checksums of those files that there are."""
-    return {name: files.checksum(path)["sha256"] for name in names if (path := pathlib.Path(name)).is_file()}
+    """Returns the checksums of those files that there are; a name may have places for the epoch and metrics."""
+    paths = [path for name in names for path in glob.glob(re.sub(r"\{[^}]*\}", "*", glob.escape(name)))]
+    return {path: files.checksum(pathlib.Path(path))["sha256"] for path in paths if os.path.isfile(path)}
 
 
 def _callbacks(arguments: Mapping[str, Any]) -> list[keras.callbacks.Callback]:
@@ -285,14 +303,6 @@ def _not_kept(arguments: Mapping[str, Any]) -> str:
         return "validation_data reads the shuffle() of x, whose order each reading moves on"
     odd = [type(callback).__name__ for callback in _callbacks(arguments) if training_run.starts_anew(callback)]
     return f"{odd[0]} is a callback of its own, without get_state and set_state" if odd else ""
-
-
-def _lost(before: Mapping[str, Any], written: list[str]) -> str:
-    """Returns what an earlier start has made that no checkpoint holds, if the script needs it after the call."""
-    if names := before.get("foreign"):
-        return f"its training step writes variables that belong to no layer of the model ({', '.join(names)})"
-    earlier = before.get("written", written)
-    return f"a ModelCheckpoint of it wrote {earlier[0]}, and now writes {written[0]}" if earlier != written else ""
 
 
 def _in_memory(data: Any) -> bool:

@@ -3,8 +3,11 @@
 import contextlib
 import dataclasses
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import keras
 
 from tfdist.checkpoints import resume
 from tfdist.checkpoints.manager import Checkpoints
@@ -18,6 +21,9 @@ from tfdist.step.step_calls import OutOfMemory
 from tfdist.trainer import callbacks as callbacks_lib
 from tfdist.trainer.agreement import NOTHING_DUE, Decisions, Due
 
+_FOREIGN: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
+"""Names of what a step writes and no checkpoint holds, by model: only the call of fit that traces it sees that."""
+
 
 class CheckpointHook:
     """Called by the loop at each point where a checkpoint may be taken; does nothing with `checkpoints` None."""
@@ -29,7 +35,8 @@ class CheckpointHook:
             setups.of_callbacks(run.model, run.callbacks.callbacks)
         self._saved: tuple | None = None  # place of the last one
         self._rollbacks = 0
-        self._foreign: set[str] = set()
+        self._foreign = _FOREIGN.setdefault(run.model, set())
+        self._drawing: set[str] = set()
 
     def _place(self, position: Position) -> tuple[int, int, int, bool]:
         return position.update, position.epoch, position.begun, position.measured
@@ -39,6 +46,8 @@ class CheckpointHook:
         if self._checkpoints is None:
             return position
         self._run.distribution.peers.watch.on_loss = self._checkpoints.write_held
+        if self._foreign:
+            self._checkpoints.cannot_hold(self._foreign)
         resumed = self._checkpoints.begin(self._run)
         if resumed is not None:
             self._saved = self._place(resumed)
@@ -69,12 +78,12 @@ class CheckpointHook:
         self._foreign |= names
         graph = None if self._run.model.run_eagerly else call.get_concrete_function(*arguments).graph
         kinds = layer_state.drawing(layer_state.kinds_of(graph)) if graph else []
-        if {*kinds} - self._foreign:
+        if {*kinds} - self._drawing:
             logger.info(
                 f"WARNING: the model draws by TensorFlow's {', '.join(kinds)}, whose state is in no checkpoint: a "
                 "resume goes on with other numbers; draw by keras.random with a SeedGenerator of the layer"
             )
-        self._foreign.update(kinds)
+        self._drawing.update(kinds)
 
     def limit(self, position: Position) -> float:
         """Returns how many updates there may be before the next checkpoint, or the next one to skip."""

@@ -124,7 +124,7 @@ def fit(
       Interrupted: `should_stop` gave a reason.
     """
     arguments = dict(locals())
-    for name in ("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "steps", "accumulate"):
+    for name in ("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "steps", "accumulate", "audit"):
         if not isinstance(arguments[name], numbers.Integral | None):
             raise UserError(f"{name} must be an integer, got {arguments[name]!r}")
     source = sources.as_source(x, y, sample_weight)
@@ -177,6 +177,8 @@ def _check(source: sources.Source, options: FitOptions) -> None:
     if options.virtual_replicas and options.reduce_dtype != "float32":
         what = "reduce_dtype cannot be used with virtual_replicas, whose sums are exact"
         raise UserError(what, "leave out one of them")
+    if options.audit < 0:
+        raise UserError(f"audit must not be negative, got {options.audit}", "give the updates between two audits")
     if options.audit and not options.virtual_replicas:
         raise UserError("audit compares the bits of virtual replicas", "give virtual_replicas, or leave it out")
     preconditions.among("check_agreement", options.check_agreement, equivalence_check.CHOICES)

@@ -21,7 +21,7 @@ class Audit:
     """Compares losses and gradients of a batch over all devices, after each `every` updates; 0 for never."""
 
     def __init__(self, step: Step, virtual_replicas: int, every: int):
-        self._step, self._every = step, every
+        self._step, self._every, self._passed = step, every, 0
         self._probe: EquivalenceProbe | None = None
         self._comparison = Comparison("train", "virtual replicas", virtual_replicas)
 
@@ -48,6 +48,7 @@ class Audit:
         (usual, times), *_ = collections.Counter(alone).most_common()
         other = [place_of(i) for i, digest in enumerate(alone) if digest != usual]
         if not other and {*together} == {usual}:
+            self._passed = update
             return
         found = f"{' and '.join(other)} found another gradient than {place_of(alone.index(usual))}"
         if not other:
@@ -56,7 +57,7 @@ class Audit:
             found += ", and it cannot be told which is right"
         raise TrainingError(
             f"audit after update {update}: {found}, from the same rows and weights: look for broken hardware, and "
-            f"resume elsewhere from a checkpoint before update {max(0, update - self._every)}"
+            f"resume elsewhere from a checkpoint of update {self._passed} or before"
         )
 
 

@@ -152,9 +152,9 @@ class RepeatedCheck:
             known = available > 0 and probe.look_at(rows, number)
             checksum = crc(probe.rows) if known else 0
             if len(set(distribution.peers.gather("the rows to check", checksum))) == 1:
-                self._repeat(comparison, probe, done)
+                self._repeat(comparison, probe, done, available)
 
-    def _repeat(self, comparison: Comparison, probe: EquivalenceProbe, done: int) -> None:
+    def _repeat(self, comparison: Comparison, probe: EquivalenceProbe, done: int, available: int) -> None:
         groups = probe.some_rows()[1:]  # of single rows
         try:
             with self._step.distribution.peers.during("compiling"):
@@ -167,7 +167,7 @@ class RepeatedCheck:
                 self._step.most_rows = probe.count // 2
             return
         apart = outcome.disagreements() if outcome else {}
-        if probe.count == 1:  # of which a metric may be rounding over rounding, as R2Score is
+        if available == 1:  # of which a metric may be rounding over rounding, as R2Score is
             apart = {name: distance for name, distance in apart.items() if not name.startswith(METRIC)}
         if apart:
             found = f"found after {done} {'updates' if self._kind == 'train' else 'batches'}"

@@ -276,7 +276,10 @@ class EquivalenceProbe:
         if single:
             one_device = distribution.devices[:1]  # with sums that are the identity
             same = dict[str, Any](replicas=1, devices=one_device, all_sum=lambda tensors: tensors, replica_id=lambda: 0)
-            bare, replica = replica.bare, Replica(model, dataclasses.replace(distribution, **same), jit=False)
+            bare, replica = (
+                replica.bare,
+                Replica(model, dataclasses.replace(distribution, **same), jit=self._on_each and replica.jit),
+            )
             replica.bare = bare
         layout = self._layout(whole)
         predicted = functions.prediction_step(replica, layout, False) if comparison.kind == "predict" else None

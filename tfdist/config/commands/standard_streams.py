@@ -70,7 +70,9 @@ def secured() -> Iterator[None]:
     fill()
     streams = [sys.stdout, sys.stderr]
     for stream in streams:
-        if isinstance(stream, io.TextIOWrapper):  # names that its encoding has not are escaped
+        if (
+            isinstance(stream, io.TextIOWrapper) and stream.errors == "strict"
+        ):  # names that its encoding has not are escaped
             stream.reconfigure(errors="backslashreplace")
     sys.stdout, sys.stderr = cast("IO[str]", _Stream(sys.stdout, True)), cast("IO[str]", _Stream(sys.stderr, False))
     try:
