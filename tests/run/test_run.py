@@ -526,7 +526,8 @@ class Counting(keras.Sequential):
         return super().train_step(data)
 seen, counting = tf.Variable(0.0), Counting([keras.layers.Dense(1)])
 counting.compile("sgd", "mse")
-counting.fit(x, x[:, :1], epochs=2, verbose=0)
+for _ in range(2):  # of which the second traces nothing
+    counting.fit(x, x[:, :1], verbose=0)
 weights = f"{os.getpid()}.weights.h5"
 model.fit(x, x[:, :1], verbose=0, callbacks=[keras.callbacks.ModelCheckpoint(weights, save_weights_only=True)])
 class Noisy(keras.Sequential):
@@ -555,8 +556,8 @@ print("weights", best.best, [float(w.sum()) for w in model.get_weights()])
     assert "call 1 of fit trains again from its start, with the same result: Best is a callback" in again.stderr
     assert "call 2 of fit trains again from its start, with the same result: x is a generator" in again.stderr
     assert "call 3 of fit trains again from its start, with the same result: its training step writes" in again.stderr
-    assert "call 4 of fit trains again from its start, with the same result: a ModelCheckpoint of it" in again.stderr
-    assert "call 5 of fit trains again from its start, with the same result: its training step writes" in again.stderr
+    assert "call 4 of fit trains again from its start, with the same result: its training step writes" in again.stderr
+    assert "call 6 of fit trains again from its start, with the same result: its training step writes" in again.stderr
 
 
 @pytest.mark.faults

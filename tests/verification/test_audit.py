@@ -63,5 +63,7 @@ def test_no_false_alarm_and_the_same_bits(connect, replicas, monkeypatch):
 
 
 def test_it_needs_virtual_replicas(connect):
-    with pytest.raises(tfdist.UserError, match=r"^audit compares the bits of virtual replicas: give virtual_replicas"):
+    with pytest.raises(
+        tfdist.UserError, match=r"^audit=2 compares the bits of virtual replicas, .*: give virtual_replicas"
+    ):
         fit(connect, 2, virtual_replicas=0)

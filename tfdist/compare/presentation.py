@@ -129,7 +129,9 @@ def draw(path: pathlib.Path, title: str, rows: Sequence[Row], caption: str) -> N
     figure.supxlabel(caption, fontsize=8, color="#666666")
     rates = [row.examples_per_second or 0 for row in rows]
     bars = axes.barh(range(len(rows)), rates, 0.62, color=[COLOURS[row.strategy] for row in rows])
-    axes.bar_label(bars, [_beside(row) for row in rows], padding=4, fontsize=9)
+    beside = lambda row, rate: f"{rate:,.0f}" + "  OTHER WEIGHTS" * (row.weights == "different")
+    labels = [beside(*pair) if pair[1] else f"no figures ({pair[0].status})" for pair in zip(rows, rates)]
+    axes.bar_label(bars, labels, padding=4, fontsize=9)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.3 * max(rates, default=0) or 1)
@@ -140,9 +142,3 @@ def draw(path: pathlib.Path, title: str, rows: Sequence[Row], caption: str) -> N
             figure.savefig(temporary, format="png")
     finally:
         pyplot.close(figure)
-
-
-def _beside(row: Row) -> str:
-    if row.examples_per_second is None:
-        return f"no figures ({row.status})"
-    return f"{row.examples_per_second:,.0f}" + "  OTHER WEIGHTS" * (row.weights == "different")

@@ -207,9 +207,16 @@ def find(wanted: Build, environ: Mapping[str, str] = os.environ) -> dict[str, st
         mpi = program("mpicxx") and program("mpirun")
         need(mpi, "MPI (mpicxx, mpirun)", apt="openmpi-bin libopenmpi-dev")
     if "NCCL" in wanted.operations:
-        cuda = _cuda(environ, program("nvcc"))
+        on_path = os.path.dirname(os.path.dirname(os.path.realpath(program("nvcc") or "/")))
+        named = environ.get("HOROVOD_CUDA_HOME")
+        homes = (named,) if named else (environ.get("CUDA_HOME"), on_path, "/usr/local/cuda")
+        cuda = next((p for p in homes if p and os.path.isfile(os.path.join(p, "bin", "nvcc"))), "")
         need(cuda, "the CUDA toolkit (nvcc)", "set HOROVOD_CUDA_HOME to its folder")
-        need(_has_nccl(environ), "NCCL (nccl.h)", "set HOROVOD_NCCL_HOME to its folder", apt="libnccl-dev")
+        home, include = environ.get("HOROVOD_NCCL_HOME"), environ.get("HOROVOD_NCCL_INCLUDE")
+        own = (include, os.path.join(home, "include")) if home else (include,)
+        places = (*own, "/usr/include", "/usr/local/include", "/usr/local/cuda/include")
+        header = any(os.path.isfile(os.path.join(place, "nccl.h")) for place in places if place)
+        need(header, "NCCL (nccl.h)", "set HOROVOD_NCCL_HOME to its folder", apt="libnccl-dev")
         use |= {"HOROVOD_CUDA_HOME": cuda}
     if lacking:
         missing, fixes, packages = (list(filter(None, column)) for column in zip(*lacking))
@@ -228,19 +235,3 @@ def _output(command: list[str], path: str = "", text: str = "") -> str:
     except OSError:
         return ""
     return done.stdout if done and done.returncode == 0 else ""
-
-
-def _cuda(environ: Mapping[str, str], nvcc: str) -> str:
-    """Returns the folder of the CUDA toolkit; empty if there is none."""
-    on_path = os.path.dirname(os.path.dirname(os.path.realpath(nvcc))) if nvcc else ""
-    named = environ.get("HOROVOD_CUDA_HOME")
-    places = (named,) if named else (environ.get("CUDA_HOME"), on_path, "/usr/local/cuda")
-    return next((p for p in places if p and os.path.isfile(os.path.join(p, "bin", "nvcc"))), "")
-
-
-def _has_nccl(environ: Mapping[str, str]) -> bool:
-    """Returns whether NCCL's header is where Horovod looks for it."""
-    home, include = environ.get("HOROVOD_NCCL_HOME"), environ.get("HOROVOD_NCCL_INCLUDE")
-    named = (include, os.path.join(home, "include")) if home else (include,)
-    places = (*named, "/usr/include", "/usr/local/include", "/usr/local/cuda/include")
-    return any(os.path.isfile(os.path.join(place, "nccl.h")) for place in places if place)

@@ -230,10 +230,7 @@ def _sealed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 # Names of what draws at random, as they are in the code of a data set.
-_DRAWS = re.compile(
-    r"random|rand|randn|randint|rng|beta|choice|integers|\w*normal|permut\w*|uniform|random_\w*|shuffle|\w*exponential"
-    r"|poisson|gamma|\w*binomial|laplace|multinomial|dirichlet|logistic|chisquare|geometric|gumbel|triangular|sample"
-)
+_DRAWS = re.compile(r"rand\w*|rng|beta|choice|integers|\w*normal|permut\w*|uniform|shuffle|\w*exponential|poisson")
 
 
 def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,6 +296,8 @@ def _not_kept(arguments: Mapping[str, Any]) -> str:
             names = getattr(getattr(type(data).__getitem__, "__code__", None), "co_names", ())
             if type(data).on_epoch_end is not base.on_epoch_end or any(map(_DRAWS.fullmatch, names)):
                 return f"{type(data).__name__} has an on_epoch_end, or draws at random, of which no checkpoint knows"
+    if arguments.get("validation_steps") and not _in_memory(arguments.get("validation_data")):
+        return "validation_steps reads a part of validation_data, whose order begins anew"
     if batches.share_order(arguments.get("x"), arguments.get("validation_data")):
         return "validation_data reads the shuffle() of x, whose order each reading moves on"
     odd = [type(callback).__name__ for callback in _callbacks(arguments) if training_run.starts_anew(callback)]

@@ -177,10 +177,9 @@ def _check(source: sources.Source, options: FitOptions) -> None:
     if options.virtual_replicas and options.reduce_dtype != "float32":
         what = "reduce_dtype cannot be used with virtual_replicas, whose sums are exact"
         raise UserError(what, "leave out one of them")
-    if options.audit < 0:
-        raise UserError(f"audit must not be negative, got {options.audit}", "give the updates between two audits")
-    if options.audit and not options.virtual_replicas:
-        raise UserError("audit compares the bits of virtual replicas", "give virtual_replicas, or leave it out")
+    if options.audit < 0 or (options.audit and not options.virtual_replicas):
+        what = f"audit={options.audit} compares the bits of virtual replicas, after each so many updates"
+        raise UserError(what, "give virtual_replicas, or leave it out")
     preconditions.among("check_agreement", options.check_agreement, equivalence_check.CHOICES)
     preconditions.among("on_nonfinite", options.on_nonfinite, config.CHOICES["train.on_nonfinite"])
     if options.on_nonfinite == "rollback" and options.checkpoints is None:
