@@ -456,18 +456,20 @@ print("done")
 
 
 @pytest.mark.faults
-def test_a_file_that_two_calls_write_is_not_loaded_for_the_earlier_one(script, tmp_path):
+@pytest.mark.parametrize("name", ["best.weights.h5", "ck_{epoch:02d}.weights.h5"])
+def test_a_file_that_two_calls_write_is_not_loaded_for_the_earlier_one(name, script, tmp_path):
     """The first returned at once after a kill, and the script loaded what the second had written."""
-    saves = "Kill(call), keras.callbacks.ModelCheckpoint('best.weights.h5', save_weights_only=True)]"
-    load = "        if call == 2: model.load_weights('best.weights.h5')\n        noise ="
+    saves = f"Kill(call), keras.callbacks.ModelCheckpoint('{name}', save_weights_only=True)]"
+    load = f"        if call == 2: model.load_weights('{name.format(epoch=2)}')\n        noise ="
     text = TRAIN.replace("Kill(call)]", saves).replace("        noise =", load)
     (tmp_path / "train.py").write_text(text)
     first = script("--strategy=default", "--workdir=kept", KILL="2:13")
     assert first.returncode == -9
-    assert first.stderr.count("WARNING: call 2 of fit writes best.weights.h5, as an earlier one does") == 1
+    assert first.stderr.count(f"WARNING: call 2 of fit writes {name}, as an earlier one does") == 1
     again = script("--strategy=default", "--workdir=kept")
     assert again.returncode == 2
-    assert "call 1 of fit wrote best.weights.h5, which has changed since" in again.stderr.splitlines()[-1]
+    said = again.stderr.splitlines()[-1]
+    assert f"call 1 of fit wrote {name.format(epoch=1)}" in said and ", which has changed since" in said
 
 
 @pytest.mark.faults

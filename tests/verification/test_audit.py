@@ -62,6 +62,11 @@ def test_no_false_alarm_and_the_same_bits(connect, replicas, monkeypatch):
     assert [len(each) for each in made] == [replicas] * 4  # alone and together, after updates 5 and 10 of 12
 
 
+def test_both_ways_are_compiled():
+    """By XLA, too, the bits of one compiled function are those of another only if both are."""
+    fit(lambda _: tfdist.connect("default", jit="on"), 1, audit=5)
+
+
 def test_it_needs_virtual_replicas(connect):
     with pytest.raises(
         tfdist.UserError, match=r"^audit=2 compares the bits of virtual replicas, .*: give virtual_replicas"

@@ -173,7 +173,8 @@ class KeptFits:
             if not intact or {"facts", "begin", "end"} - record.keys():
                 raise UserError(f"{path} is missing or damaged", "put it back, or use --resume=never")
             known = record.get("files", {})
-            record["changed"] = ", ".join(name for name, sha in _checksums(known).items() if sha != known[name])
+            changed = sorted(name for name, sha in _checksums(known).items() if sha != known[name])
+            record["changed"] = ", ".join(changed[:3]) + ", ..." * (len(changed) > 3)
             gone = [name for name in known if not os.path.isfile(name)]
             record["lost"] = f"a ModelCheckpoint of it wrote {gone[0]}, which is gone" if gone else ""
             if names := record.get("foreign"):
