@@ -70,10 +70,8 @@ def secured() -> Iterator[None]:
     fill()
     streams = [sys.stdout, sys.stderr]
     for stream in streams:
-        if (
-            isinstance(stream, io.TextIOWrapper) and stream.errors == "strict"
-        ):  # names that its encoding has not are escaped
-            stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # for names that its encoding has not
     sys.stdout, sys.stderr = cast("IO[str]", _Stream(sys.stdout, True)), cast("IO[str]", _Stream(sys.stderr, False))
     try:
         yield
