@@ -473,7 +473,7 @@ def test_a_file_that_two_calls_write_is_not_loaded_for_the_earlier_one(name, scr
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("draws", ["np.random.shuffle(self.order)", "pass"])
+@pytest.mark.parametrize("draws", ["np.random.shuffle(self.order)", "pass", "a layer"])
 def test_data_that_draw_at_random_are_trained_on_again(draws, script, tmp_path):
     """An interrupted call went on with the numbers of another order."""
     data = """
@@ -491,12 +491,68 @@ class Data(keras.utils.PyDataset):
     data = data.replace("DRAWS", draws).replace(" NOISE", "")
     text = TRAIN.replace("model.fit(x, y + noise,", "model.fit(Data(),").replace("batch_size=12,", "shuffle=False,")
     text = text.replace("def main():", f"{data}\ndef main():\n    global x, y")
+    said = "Data has an on_epoch_end"
+    if draws == "a layer":
+        layer = """
+class Noise(keras.layers.Layer):
+    def call(self, inputs):
+        noise = lambda a: a + np.random.normal(size=a.shape).astype("float32")
+        return tf.ensure_shape(tf.numpy_function(noise, [inputs], tf.float32), inputs.shape)
+"""
+        text = TRAIN.replace("keras.layers.Dropout(0.0)", "Noise()").replace(
+            "np\n", f"np, tensorflow as tf\n{layer}", 1
+        )
+        said = "its training step writes, or draws from, what no layer holds (PyFunc)"
     (tmp_path / "train.py").write_text(text)
     whole = script("--strategy=default")
     flags = ("--strategy=default", "--workdir=kept", "--checkpoint_every=1 steps")
     assert script(*flags, KILL="1:6").returncode == -9
     again = script(*flags)
-    assert again.stdout == whole.stdout and "its start, with the same result: Data has an on_epoch_end" in again.stderr
+    assert again.stdout == whole.stdout and f"its start, with the same result: {said}" in again.stderr
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("seeds", ["keras.utils.set_random_seed(s)", "pass"])
+def test_a_script_that_leaves_out_what_it_finds_continues_where_it_was(seeds, script, tmp_path):
+    """The first call after a kill got the result of the first one before it, of another member, without a word."""
+    (tmp_path / "own.py").write_text(
+        """
+import os, signal
+import keras, numpy as np
+x = np.random.default_rng(1).normal(size=(12, 3))
+class Kill(keras.callbacks.Callback):
+    get_state, set_state = dict, lambda self, state: None
+    def on_train_batch_end(self, batch, logs=None):
+        if os.environ.get("KILL") == f"{s}:{int(self.model.optimizer.iterations)}":
+            os.kill(os.getpid(), signal.SIGKILL)
+def train():
+    SEEDS
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, "gelu"), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(x, x[:, :1], batch_size=4, epochs=3, verbose=0, callbacks=[Kill()])
+    return model
+for s in range(4):
+    if not os.path.exists(name := f"{s}.weights.h5"):
+        model = train()
+        if os.environ.get("KILL") == str(s):
+            os.kill(os.getpid(), signal.SIGKILL)
+        model.save_weights(name)
+        print("weights", s, [float(w.sum()) for w in model.get_weights()])
+""".replace("SEEDS", seeds)
+    )
+    flags = ("--strategy=default", "--workdir=kept", "--checkpoint_every=1 steps")
+    starts = [script(*flags, program=("own.py",), KILL=kill) for kill in ("2:5", "2", "3:4", "none")]
+    assert [start.returncode for start in starts] == [-9, -9, -9, 0], starts[-1].stderr
+    assert len(list((tmp_path / "kept/fits").glob("*/call.json"))) == 4
+    resumed = [re.findall("from kept/fits/0*([0-9]+)/", start.stderr) for start in starts]
+    assert resumed == [[], ["3"], ["3"], ["4"]]
+    told = [line for start in starts for line in start.stdout.splitlines() if line.startswith("weights")]
+    assert len({*told}) == 4
+    if seeds != "pass":
+        for path in tmp_path.glob("*.h5"):
+            path.unlink()
+        whole = script("--strategy=default", program=("own.py",))
+        assert [line for line in whole.stdout.splitlines() if line.startswith("weights")] == told
 
 
 @pytest.mark.faults

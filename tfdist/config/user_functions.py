@@ -25,7 +25,8 @@ CODE = "the code of"  # names of facts that are digests of the user's code begin
 SETUP = "the setup of the model"  # and that of a digest of its layers
 KERAS_SETTINGS = f"{CODE} Keras' settings epsilon and image_data_format"
 _FOLDERS = (str(pathlib.Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib")))
-syntax = functools.cache(lambda path: ast.dump(ast.parse(path.read_bytes())))  # without comments and line breaks
+tree = functools.cache(lambda path: ast.parse(path.read_bytes()))
+syntax = functools.cache(lambda path: ast.dump(tree(path)))  # without comments and line breaks
 _LIBRARIES = {"keras", "tensorflow", "tfdist", "numpy", *sys.stdlib_module_names} - {"__main__"}
 """Top-level packages whose code is known by their version."""
 WRITTEN, _READ = set[str](), dict[str, pathlib.Path]()  # files below the working folder, once `note_files` is called

@@ -247,7 +247,8 @@ class BatchFeed(Feed):
         self._iterator = None  # what it reads ahead is forgotten with it
         self._order.begin()
         self._began, self._first = update, update - begun
-        self._iterator = iter(self._decoded(self._stored.skip(update - first if self._endless else begun)))
+        if self._endless or begun:
+            self._iterator = iter(self._decoded(self._stored.skip(update - first if self._endless else begun)))
 
     def restart(self) -> None:
         """Begins anew, unless one iterator serves all epochs."""

@@ -255,9 +255,16 @@ WRITES = ("Assign", "ResourceScatter")
 
 
 def kinds_of(graph: tf.Graph) -> set[str]:
-    """Returns the types of the operations of a graph and its functions."""
+    """Returns the types of the operations of a graph and its functions, but for tfdist's own calls of Python."""
     functions = graph.as_graph_def().library.function
-    return {op.type for op in graph.get_operations()} | {node.op for f in functions for node in f.node_def}
+    nodes = [(op.name, op.type) for op in graph.get_operations()]
+    nodes += [(node.name, node.op) for f in functions for node in f.node_def]
+    return {kind for name, kind in nodes if not name.rpartition("/")[2].startswith("tfdist")}
+
+
+PYTHON = {"EagerPyFunc", "PyFunc"}
+"""Operations that call Python, which may draw numbers and keep a state that no graph shows; `PyFuncStateless` promises
+that it does not."""
 
 
 def drawing(kinds: set[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """What `--workdir` keeps of each `model.fit` of a script, so that the same command continues after a kill."""
 
+import ast
 import contextlib
 import copy
 import glob
@@ -10,8 +11,9 @@ import random
 import re
 import shutil
 import sys
+import traceback
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -35,6 +37,7 @@ from tfdist.trainer.worker_session import Signals
 
 FITS = "fits"
 RECORD = "call.json"
+ROUND = "the place of the call, or its round of the loops around it,"
 STARTING, CONTENT = "the starting state of the model", "the content of"
 MOST_BYTES = 10 << 30  # of the states of finished calls; those before the newest that fit in are trained again
 _SETTINGS = (
@@ -81,11 +84,13 @@ class KeptFits:
             return fit(model, **arguments)
         if arguments.get("checkpoints"):  # kept by the script itself
             return self._reported(fit, model, arguments)
-        self._number += 1
-        folder = self._fits / f"{self._number:04d}"
         where, facts = self._distribution, _facts(model, arguments)
         facts["place"] = f"{where.device_kind} {cpu_kernels.in_use()} {where.name} {where.replicas}"
-        facts, mark, written = where.peers.gather("a call of fit", [facts, uuid.uuid4().hex, _written(arguments)])[0]
+        told = [self._next_number(facts), facts, uuid.uuid4().hex, _written(arguments)]
+        left_out = -self._number - 1
+        self._number, facts, mark, written = where.peers.gather("a call of fit", told)[0]
+        left_out += self._number
+        folder = self._fits / f"{self._number:04d}"
         before, own = self._recorded(folder, written), _not_kept(arguments)
         if own and not before and not self._warned:
             self._warned = True
@@ -125,10 +130,11 @@ class KeptFits:
             self._write(folder, record)
 
         kept.cannot_hold = cannot_hold
+        own_arguments = {"checkpoints": kept, "left_out": left_out}
         self._depth += 1
         try:
             with self._distribution.peers.seeing_signals(), Signals() as signals:
-                history = self._reported(fit, model, arguments | {"checkpoints": kept, "should_stop": signals.reason})
+                history = self._reported(fit, model, arguments | own_arguments | {"should_stop": signals.reason})
         except Interrupted as stopped:
             again = own or record["foreign"]
             logger.info(f"{stopped}: the same command {'trains this call again' if again else 'continues from there'}")
@@ -139,6 +145,21 @@ class KeptFits:
         if where.is_chief:
             self._prune(folder)
         return history
+
+    def _next_number(self, facts: Mapping[str, object]) -> int:
+        """Returns the number of a call: that of the next recorded one in the same round of the loops around it, or new.
+
+        A script may leave out calls whose result it finds on the disk.
+        """
+        later = sorted(n for path in self._fits.glob("[0-9]*") if (n := int(path.name)) > self._number)
+        read = lambda n: (local_files.read_object(self._fits / f"{n:04d}" / RECORD) or {}).get("facts", {})
+        for number in later:
+            if read(number).get(ROUND, facts[ROUND]) == facts[ROUND]:
+                return number
+        known = read(later[0]) if later else {}
+        edited = any(known.get(name, fact) != fact for name, fact in facts.items() if name.startswith(CODE))
+        # Of a script that was edited, whose calls are elsewhere now, it is compared, and refused.
+        return later[0] if later and (edited or self._options.resume_changed) else max([self._number, *later]) + 1
 
     def _reported(self, fit: Callable[..., Any], model: keras.Model, arguments: dict[str, Any]) -> Any:
         """Calls `fit` with the report as the last callback, whose name in checkpoints the script's own keep."""
@@ -178,8 +199,7 @@ class KeptFits:
             gone = [name for name in known if not os.path.isfile(name)]
             record["lost"] = f"a ModelCheckpoint of it wrote {gone[0]}, which is gone" if gone else ""
             if names := record.get("foreign"):
-                told = f"variables that belong to no layer of the model ({', '.join(names)})"
-                record["lost"] = f"its training step writes {told}"
+                record["lost"] = f"its training step writes, or draws from, what no layer holds ({', '.join(names)})"
             for old, new in zip(record.get("written", ()), written):
                 if os.path.isfile(old) and not os.path.exists(new):
                     os.makedirs(os.path.dirname(new) or ".", exist_ok=True)
@@ -246,12 +266,36 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
     facts["the setup of the callbacks"] = digest([of_object(callback, (), model) for callback in kept])
     data = {name: arguments.get(name) for name in ("x", "y", "sample_weight", "validation_data")}
     facts |= {f"{CONTENT} {name}": digest(part) for name, part in data.items() if _in_memory(part)}
+    facts[ROUND] = _round(code)
     facts[STARTING] = digest(model.get_weights())
     if model.compiled:
         optimizer = keras_internals.inner_optimizer(model.optimizer)
         with contextlib.suppress(NotImplementedError):  # of a schedule of the script's own
             facts["optimizer"] = f"{type(optimizer).__name__} {optimizer.get_config() | {'name': ''}}"
     return facts
+
+
+def _round(code: Container[pathlib.Path]) -> str:
+    """Returns a digest of where functions of these files are running, and of variables of the loops that they are in.
+
+    Of variables text, integers and arrays: other numbers may be times.
+    """
+    told = lambda value: all(isinstance(a, str | int | np.integer | np.ndarray) for a in keras.tree.flatten(value))
+    found = list[tuple[str, Any]]()
+    for frame, line in traceback.walk_stack(None):
+        path, values = pathlib.Path(frame.f_code.co_filename), frame.f_globals | frame.f_locals
+        if (path := path.resolve()) not in code:
+            continue
+        found.append((frame.f_code.co_name, frame.f_lasti))  # which comments and empty lines leave as it is
+        names = set[str]()
+        for node in ast.walk(user_functions.tree(path)):
+            if getattr(node, "lineno", line + 1) <= line <= getattr(node, "end_lineno", line):
+                rounds: list[ast.AST] = [part.target for part in getattr(node, "generators", ())]
+                rounds += [node.target] if isinstance(node, ast.For) else []
+                rounds += [node.test] if isinstance(node, ast.While) else []
+                names |= {n.id for part in rounds for n in ast.walk(part) if isinstance(n, ast.Name)}
+        found += [(name, values[name]) for name in sorted(names & values.keys())]
+    return digest([(name, value if told(value) else type(value).__name__) for name, value in found])
 
 
 def _checksums(names: Iterable[str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist.data.batch_layout import Layout, MicroBatch, ReplicaBatch
 from tfdist.data.spec import Structure
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import ema, keras_internals, layer_state, optimizer_update, preconditions
+from tfdist.keras_bridge import ema, keras_internals, layer_state, metrics, optimizer_update, preconditions
 from tfdist.keras_bridge.keras_internals import inner_optimizer
 from tfdist.keras_bridge.loss import divisor
 from tfdist.step.batch_loop import CallResult, LogNames, StepOutput, batch_loop, computed_from
@@ -119,18 +119,45 @@ def _logged(part: _Part, method: str, data: Structure) -> object:
         raise
 
 
+def create_weights(replica: Replica, data: tuple[Structure, ...]) -> None:
+    """Lets layers create their weights as the step calls them, which may give them other shapes than `call` does.
+
+    Replicas could not, while they are traced.
+    """
+    left, unbuilt = 0, lambda: sum(not layer.built for layer in keras_internals.flat_layers(replica.model, False))
+    while unbuilt() not in (0, left):
+        left = unbuilt()
+        with replica.distribution.scope(), keras.StatelessScope():  # at whose end the weights are created
+            _trace(replica, data)
+
+
+def create_metrics(replica: Replica, data: tuple[Structure, ...]) -> None:
+    """Creates the variables of compiled metrics for what the step gives them, where `call` cannot tell."""
+
+    def measure(*values: tf.Tensor, **_: object) -> None:
+        zeros = lambda t: tf.zeros([size or 1 for size in t.shape], t.dtype)
+        with tf.init_scope():
+            measured.append(keras.tree.map_structure(zeros, values[:2]))
+
+    measured = list[tuple[Structure, Structure]]()
+    if compiled := keras_internals.compiled_metrics(replica.model):
+        with keras_internals.replaced("update_state", [(compiled, measure)]):
+            _trace(replica, data)
+        for targets, outputs in measured[-1:]:
+            metrics.create_variables(replica.model, targets, outputs)
+
+
+def _trace(replica: Replica, data: tuple[Structure, ...]) -> None:
+    """Traces the step as far as it can be traced here, where optimizers do nothing."""
+    idle = keras_internals.optimizer_updates(lambda *_: None)
+    with idle, contextlib.suppress(Exception):
+        tf.function(replica.model.train_step, autograph=False).get_concrete_function(replica.as_keras_gives(data))
+
+
 def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
     """Lets the optimizers create their variables: which ones each updates is known only while the step is traced."""
     distribution, leaves = replica.distribution, keras.tree.flatten(data)
     number = int(leaves[0].shape[0])
-
-    # Layers create their weights when called, which replicas cannot while they are traced. What follows may fail here.
-    left, unbuilt = 0, lambda: sum(not layer.built for layer in keras_internals.flat_layers(replica.model, False))
-    while distribution.replicas > 1 and unbuilt() not in (0, left):
-        left = unbuilt()
-        idle = keras_internals.optimizer_updates(lambda *_: None)
-        with distribution.scope(), keras.StatelessScope(), idle, contextlib.suppress(Exception):
-            tf.function(replica.model.train_step, autograph=False).get_concrete_function(replica.as_keras_gives(data))
 
     def one(leaves: list[tf.Tensor]) -> tf.Tensor:
         data_of_one = keras.tree.pack_sequence_as(data, leaves)
@@ -142,7 +169,9 @@ def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
         # How many rows there are is left open: the step may need others, such as a multiple of three.
         rows = number if distribution.static_shapes else None
         given = [tf.TensorSpec([rows, *leaf.shape[1:]], leaf.dtype) for leaf in leaves]
-        tf.function(traced, autograph=False).get_concrete_function(given)
+        # One that looks at values cannot be traced, and creates the variables when it is run.
+        with contextlib.suppress(*([Exception] if replica.model.run_eagerly else [])):
+            tf.function(traced, autograph=False).get_concrete_function(given)
 
 
 def recording(model: keras.Model) -> contextlib.AbstractContextManager:

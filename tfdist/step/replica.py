@@ -121,7 +121,7 @@ def seconds_now(*after: tf.Tensor | tf.Operation) -> tf.Tensor:
     """Returns seconds since 1970 as float64, read once the tensors `after` exist, and the operations have run."""
     with tf.control_dependencies(list(after)):
         if keras_internals.is_deterministic():  # where TensorFlow refuses its own clock
-            return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64), [])
+            return tf.ensure_shape(tf.numpy_function(time.time, [], tf.float64, name="tfdist"), [])
         return tf.timestamp()
 
 

@@ -179,6 +179,9 @@ class Step:
         model = self.model
         if not outputs_only:
             preconditions.created_in_scope(model, self.distribution)
+        if not outputs_only and self.own_steps["train"]:
+            self.replica.bare, rows = bare, _rows(data, keras_internals.fixed_batch(model) or SAMPLE_ROWS)
+            own_step.create_weights(self.replica, rows)
         x, y, _ = unpack(_rows(data, keras_internals.fixed_batch(model) or 1))
         with self.distribution.scope():
             try:
@@ -195,6 +198,8 @@ class Step:
                 return
             if outputs is not None:
                 self._create(y, outputs)
+            else:
+                own_step.create_metrics(self.replica, rows)
         # Anew: which variables have a regulariser is known only now.
         self.replica = Replica(model, self.distribution, self.replica.jit)
         self.replica.bare = bare

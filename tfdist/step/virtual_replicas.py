@@ -105,11 +105,6 @@ class VirtualState:
             write_copy(variable.value, tf.stack([before[0], before[1] + tf.cast(tf.minimum(times, 1), before.dtype)]))
 
 
-PYTHON = ("EagerPyFunc", "PyFunc")
-"""Operations that call Python, which may draw numbers and keep a state that no graph shows; `PyFuncStateless` promises
-that it does not."""
-
-
 def _check_graph(graph: tf.Graph, own: set[int]) -> None:
     """Refuses operations that depend on the device of a virtual replica, or on what that has computed before.
 
@@ -122,7 +117,7 @@ def _check_graph(graph: tf.Graph, own: set[int]) -> None:
             "draw them by keras.random with a keras.random.SeedGenerator that is an attribute of the layer, or leave "
             "virtual_replicas out",
         )
-    for kind in sorted(kinds.intersection(PYTHON)):
+    for kind in sorted(kinds & layer_state.PYTHON):
         raise UserError(
             f"the model calls Python ({kind}), whose random numbers and counts would depend on the device",
             "use tf.numpy_function(..., stateful=False) if it has none, or leave virtual_replicas out",

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist.checkpoints import resume
 from tfdist.checkpoints.manager import Checkpoints
@@ -22,7 +23,7 @@ from tfdist.trainer import callbacks as callbacks_lib
 from tfdist.trainer.agreement import NOTHING_DUE, Decisions, Due
 
 _FOREIGN: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
-"""Names of what a step writes and no checkpoint holds, by model: only the call of fit that traces it sees that."""
+"""What a step writes or draws from and no checkpoint holds, by model: only the call of fit that traces it sees that."""
 
 
 class CheckpointHook:
@@ -36,7 +37,6 @@ class CheckpointHook:
         self._saved: tuple | None = None  # place of the last one
         self._rollbacks = 0
         self._foreign = _FOREIGN.setdefault(run.model, set())
-        self._drawing: set[str] = set()
 
     def _place(self, position: Position) -> tuple[int, int, int, bool]:
         return position.update, position.epoch, position.begun, position.measured
@@ -76,14 +76,19 @@ class CheckpointHook:
                 "of the model, to resume with them"
             )
         self._foreign |= names
-        graph = None if self._run.model.run_eagerly else call.get_concrete_function(*arguments).graph
-        kinds = layer_state.drawing(layer_state.kinds_of(graph)) if graph else []
-        if {*kinds} - self._drawing:
+        if self._run.model.run_eagerly or tf.config.functions_run_eagerly():
+            kinds = {"Python code"} if setups.runs_own(self._run.model, "train") else set[str]()
+        else:
+            found = layer_state.kinds_of(call.get_concrete_function(*arguments).graph)
+            kinds = {*layer_state.drawing(found), *found & layer_state.PYTHON}
+        if kinds - self._foreign:
+            self._checkpoints.cannot_hold(kinds)
             logger.info(
-                f"WARNING: the model draws by TensorFlow's {', '.join(kinds)}, whose state is in no checkpoint: a "
-                "resume goes on with other numbers; draw by keras.random with a SeedGenerator of the layer"
+                f"WARNING: the training step may draw by {', '.join(sorted(kinds))}, whose state is in no checkpoint: "
+                "a resume from one goes on with other numbers; draw by keras.random with a SeedGenerator of the layer, "
+                "and call Python that does not draw by tf.numpy_function(..., stateful=False)"
             )
-        self._drawing.update(kinds)
+        self._foreign |= kinds
 
     def limit(self, position: Position) -> float:
         """Returns how many updates there may be before the next checkpoint, or the next one to skip."""

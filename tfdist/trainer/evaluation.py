@@ -129,6 +129,11 @@ class Evaluation:
         if self._repeated.probes:
             self._feed.keep()
 
+    def catch_up(self, runs: int) -> None:
+        """Reads on, before a resume, to where the order of a data set that shuffles is after so many runs."""
+        self._feed.resume(0, runs, 0)
+        self._reader.catch_up(runs, 0)
+
     def run(
         self, callbacks: keras.callbacks.CallbackList | None, should_stop: Callable[[], str] = agreement.never
     ) -> dict[str, float]:

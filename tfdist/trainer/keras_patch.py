@@ -52,7 +52,8 @@ class KerasPatch:
       distribution: where models train.
       sync_batch_norm: synchronize the BatchNormalization layers of a model when it first trains on several replicas.
       virtual_replicas: as for `fit`, for all calls.
-      call_fit: called as `call_fit(fit, model, arguments)` for each `model.fit`, with its arguments by name.
+      call_fit: called as `call_fit(fit, model, arguments)` for each `model.fit`, with its arguments by name; `fit` also
+        takes `left_out`, the number of calls that the script has left out before this one.
     """
 
     def __init__(
@@ -237,10 +238,17 @@ class KerasPatch:
             for callback in keras.tree.flatten(given) if self.distribution.workers > 1 else []:
                 if type(callback) is keras.callbacks.ModelCheckpoint:
                     callback.chief_only = False
-            # Else each of several calls would see the examples in the same order.
-            number, self._fits = self._fits, self._fits + 1
-            arguments.setdefault("seed", (keras_internals.global_seed() + 7919 * number) % 2**31)
-            result = self._call_fit(ours, model, arguments) if self._call_fit else ours(model, **arguments)
+            number = self._fits
+
+            def fit(model: keras.Model, left_out: int = 0, **given: Any) -> keras.callbacks.History:
+                nonlocal number
+                number += left_out
+                self._fits = number + 1
+                # Else each of several calls would see the examples in the same order.
+                given.setdefault("seed", (keras_internals.global_seed() + 7919 * number) % 2**31)
+                return ours(model, **given)
+
+            result = self._call_fit(fit, model, arguments) if self._call_fit else fit(model, **arguments)
             self._fits = number + 1  # those within callbacks are not called again where this one is restored
             return result
 

@@ -104,6 +104,9 @@ class FitLoop:
         if self._goes_on():
             self._reader.catch_up(self._position.epoch - start.epoch, self._position.update - start.update)
             self._check(initial)
+            if self._plan.validation:
+                epochs = range(start.epoch, self._position.epoch)
+                self._plan.validation.catch_up(sum(map(self._options.validates, epochs)))
 
     def _prepare_calls(self) -> None:
         """Sets what calls need, once `on_train_begin` of the callbacks has run, and anew with another plan."""

@@ -295,6 +295,31 @@ class WithoutOptimizerOfKeras(Plain):
         return {"loss": loss}
 
 
+class Crops(Plain):
+    """Calls layers that are not built yet with what `call` is not given."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = keras.Sequential([L.Dense(6, activation="tanh"), L.Dense(5)])
+
+    def train_step(self, data):
+        x, y = data
+        return super().train_step((x[:, :4], y))
+
+
+class Looks(Plain):
+    """Looks at values, as when it is debugged."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        assert float(data[0][0, 0]) < 100
+        return logs
+
+
+def eagerly():
+    return compiled(Looks(), "mse", keras.optimizers.SGD(0.1, momentum=0.9), metrics=["mae"], run_eagerly=True)
+
+
 NO_MEAN = {"several": "computes is not a mean over examples"}
 
 
@@ -304,6 +329,9 @@ def step(name, build, data, **kwargs):
 
 PROGRAMS = [
     step("plain", lambda: compiled(Plain(), "mse", metrics=[metrics.MeanAbsoluteError(name="mae")]), numbers),
+    step("that crops", lambda: compiled(Crops(), "mse", metrics=["mae"]), numbers, only_fit="call takes cropped rows"),
+    step("that is run eagerly", eagerly, numbers, rows=(61,), eagerly="it looks at values",
+         refused=dict.fromkeys(("multi_worker 2", "horovod 2"), "run_eagerly=True")),
     step("with batch normalization", lambda: compiled(Normalized(), "mse"), numbers,
          precision="float64", tolerance=1e-12),
     step("with two optimizers in one, in float64", lambda: compiled(Plain(), "mse", by_kind()), numbers,

@@ -81,7 +81,7 @@ class SharedMemory:
         for tensor, key in zip(tensors, self._keys):
             # NumPy adds float16 one by one, and does not know bfloat16.
             given = tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
-            total = tf.numpy_function(functools.partial(self._through.sum, key), [given], given.dtype)
+            total = tf.numpy_function(functools.partial(self._through.sum, key), [given], given.dtype, name="tfdist")
             total.set_shape(tensor.shape)
             sums.append(tf.cast(total, tensor.dtype))
         return sums
@@ -91,7 +91,7 @@ class SharedMemory:
         wholes = []
         for tensor, key in zip(tensors, self._keys):
             bits = tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])  # NumPy does not know bfloat16
-            whole = tf.numpy_function(functools.partial(self._through.gather, key), [bits], tf.uint8)
+            whole = tf.numpy_function(functools.partial(self._through.gather, key), [bits], tf.uint8, name="tfdist")
             whole = tf.bitcast(tf.reshape(whole, [-1, tensor.dtype.size]), tensor.dtype)
             # A copy, since weights that it is assigned to would keep its memory from the next sums.
             wholes.append(tf.raw_ops.DeepCopy(x=tf.ensure_shape(whole, [self._workers * tensor.shape[0]])))
