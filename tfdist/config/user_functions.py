@@ -30,6 +30,7 @@ syntax = functools.cache(lambda path: ast.dump(tree(path)))  # without comments 
 _LIBRARIES = {"keras", "tensorflow", "tfdist", "numpy", *sys.stdlib_module_names} - {"__main__"}
 """Top-level packages whose code is known by their version."""
 WRITTEN, _READ = set[str](), dict[str, pathlib.Path]()  # files below the working folder, once `note_files` is called
+_RESULTS: dict[pathlib.Path, set[str]] = {}  # what earlier starts have written, by the file that lists it
 _SETTINGS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".conf", ".txt", ".env")
 _CONTAINERS = dict, list, tuple, set, frozenset
 _ADDING = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "clear"}  # methods of containers
@@ -133,10 +134,22 @@ def note_files() -> None:
             writes = set(mode) & set("wax+") if isinstance(mode, str) else opened & (os.O_WRONLY | os.O_RDWR)
             if path.startswith(here) and writes:
                 WRITTEN.add(path.removeprefix(here))
+                _list_result(path.removeprefix(here))
             elif path.startswith(here) and name.endswith(_SETTINGS) and is_users(path) and _opens_for_user():
                 _READ[path.removeprefix(here)] = pathlib.Path(path)
 
     sys.addaudithook(note)
+
+
+def list_results(file: pathlib.Path) -> None:
+    """Lists in a file, from now on, the settings that are written: results, for which the next start takes them."""
+    _RESULTS[file] = set(file.read_text().splitlines()) if file.exists() else set()
+
+
+def _list_result(name: str) -> None:
+    for file in _RESULTS if name.endswith(_SETTINGS) else ():
+        with contextlib.suppress(OSError), file.open("a") as opened:
+            opened.write(f"{name}\n")
 
 
 def _opens_for_user() -> bool:
@@ -153,7 +166,8 @@ def settings_read() -> dict[str, str]:
     import keras
 
     digest = lambda path: hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    small = {n: p for n, p in _READ.items() if n not in WRITTEN and p.is_file() and p.stat().st_size < 1 << 20}
+    results = WRITTEN.union(*_RESULTS.values())
+    small = {n: p for n, p in _READ.items() if n not in results and p.is_file() and p.stat().st_size < 1 << 20}
     read = {f"{CODE} {name}": digest(path) for name, path in sorted(small.items())}
     return read | {KERAS_SETTINGS: f"{keras.config.epsilon()} {keras.config.image_data_format()}"}
 

@@ -67,12 +67,15 @@ class KeptFits:
 
     def __enter__(self) -> "KeptFits":
         self._folder.create()
-        attempt, holds = discovery.find(os.environ).attempt, self._fits.exists()
+        attempt, holds = discovery.find(os.environ).attempt, any(self._fits.glob("[0-9]*"))
         if self._options.resume == "require" and self._distribution.is_chief and not holds:
             raise UserError(f"--resume=require, and {self._folder.path} holds no call of fit", "check --workdir")
         # Workers that the launcher has started again continue, whatever the flag says.
         if self._options.resume == "never" and self._distribution.is_chief and holds and not attempt:
             logger.info(f"the earlier calls of fit are now in {files.set_aside(self._fits)}")
+        if self._distribution.is_chief:
+            self._fits.mkdir(exist_ok=True)
+            user_functions.list_results((self._fits / "results").absolute())
         return self
 
     def __exit__(self, *_: object) -> None:

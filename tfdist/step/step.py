@@ -133,7 +133,9 @@ class Step:
         if self._sample is not None:
             y, y_pred = self._sample
             self._sample = None
-            self.replica.objective.classify(y, y_pred)
+            # A step of its own may give the loss some of the outputs only.
+            with contextlib.suppress(*([UserError] if self.own_steps["train"] else [])):
+                self.replica.objective.classify(y, y_pred)
             metrics.classify(model, y, y_pred)
         if own:
             for metric in metrics.whole_metrics(model):
