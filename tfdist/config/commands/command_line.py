@@ -222,8 +222,6 @@ def _parse_flags(argv: list[str]) -> list[str]:
         raise UserError(f"unknown flag --{error.flagname}: {_meant(error.flagname, value)}") from None
     except flags.Error as error:
         text = re.sub(r"Unable to parse value .*", "is a group of fields: set one of them", one_line(error))
-        text = re.sub(r"invalid literal for int.*", "is not an integer: give one, such as 1", text)
-        text = re.sub(r"could not convert string to float.*", "is not a number: give one, such as 0.1", text)
         raise UserError(text) from None
     if len(rest) > 1:
         script = f", and tfdist run {rest[1]} trains a script" * rest[1].endswith(".py")

@@ -25,7 +25,6 @@ from tfdist.errors import UserError
 
 _HEAD, _TAIL = 512, 16
 _THREADS = 16  # more than cores: on a disk of the network most of the time is waiting
-_NAMED = 3  # broken files that a message names
 _PIECE = 256
 
 
@@ -289,8 +288,7 @@ def _examined(paths: list[str], most: int, root: str, what: str, skip: bool) -> 
             looks[i] = look
     bad = sorted((i for i, look in enumerate(looks) if look.problem), key=paths.__getitem__)
     if bad:
-        named = ", ".join(f"{os.path.relpath(paths[i], root)} {looks[i].problem}" for i in bad[:_NAMED])
-        named += ", ..." * (len(bad) > _NAMED)
+        named = examples.first_few([f"{os.path.relpath(paths[i], root)} {looks[i].problem}" for i in bad], "more")
         count = f"{len(bad):,} of {len(paths):,} files {'are not images' if len(bad) > 1 else 'is not an image'}"
         if not skip:
             raise UserError(f"{what}: {count}: {named}", "remove them, or set data.on_error=skip")

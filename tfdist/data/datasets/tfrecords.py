@@ -228,8 +228,6 @@ def _feature(name: str, text: object) -> Feature:
         what = f"data.options: {name}={text!r} is not a type"
         raise UserError(what, f"write one of {', '.join(TYPES)}, or 'float32[8, 8, 1]'")
     kind, shape = written.groups()
-    if kind == "string":
-        raise UserError(f"data.options: {name}=string cannot be trained on", "write jpeg or png, or leave it out")
     if kind not in TYPES:
         raise UserError(f"data.options: unknown type {kind!r} of {name}{suggest(kind, TYPES)}")
     feature = Feature(name, kind, tuple(int(n) for n in shape.split(",") if n.strip()) if shape else ())
