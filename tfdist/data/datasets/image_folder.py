@@ -54,13 +54,6 @@ class Look:
     def pixels(self) -> int:
         return max(self.frames, self.size[0] * self.size[1])
 
-    @property
-    def extent(self) -> str:
-        """Describes the pixels in a message."""
-        if self.frames > self.size[0] * self.size[1]:
-            return f"{self.frames:,} pixels in its frames"
-        return f"{self.size[1]} x {self.size[0]} pixels"
-
 
 def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
     """Finds the classes, sorted, and the files of each split; `what` is the data set, for messages.
@@ -266,12 +259,12 @@ def _examined(paths: list[str], most: int, root: str, what: str, skip: bool) -> 
     if huge and not skip:
         first = min(huge, key=paths.__getitem__)
         raise UserError(
-            f"{what}: {paths[first]} has {looks[first].extent}, more than {most:,}",
+            f"{what}: {paths[first]} has {looks[first].pixels:,} pixels, more than {most:,}",
             "make it smaller, set data.on_error=skip, or allow it with "
             f"data.options=max_pixels={max(looks[i].pixels for i in huge)}",
         )
     for i in huge:
-        problem = f"has {looks[i].extent}, more than max_pixels={most}"
+        problem = f"has {looks[i].pixels:,} pixels, more than max_pixels={most}"
         looks[i] = dataclasses.replace(looks[i], problem=problem, doubtful=False)
 
     def decoded(i: int) -> Look:
