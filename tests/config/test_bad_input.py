@@ -37,9 +37,8 @@ BAD_INPUT = cases("""
 --stratgy=mirrored => unknown flag --stratgy: did you mean --strategy=mirrored?
 --epocs=3 => unknown flag --epocs: did you mean --config.train.epochs=3?
 --batch_size 32 => unknown flag --batch_size: did you mean --config.train.batch_size=32?
---gpus=0,1 => unknown flag --gpus: did you mean --devices=0,1?
+--gpus=0,1 => unknown flag --gpus: --help lists those that there are
 --flagfile=typo.flags => unknown flag --epocs: did you mean --config.train.epochs=3?
---num_gpus=2 => unknown flag --num_gpus: did you mean --devices=idle:2?
 train.py => flags are written --name=value, and tfdist run train.py trains a script
 --lr=0.1 => unknown flag --lr: did you mean --config.optimizer.learning_rate=0.1?
 --topology=v5e-8 => --topology=v5e-8 compiles ahead of time and requires --dry_run

@@ -234,13 +234,12 @@ def _meant(name: str, value: str) -> str:
     names = {flag: flag for flag in flags.FLAGS}
     if "config" in names:
         fields = {field.rpartition(".")[2]: field for field in reversed(config.flat(config.Experiment()))}
-        names = {**fields, "lr": "config.optimizer.learning_rate", "model": "config.model.name", **names}
-        gpus = dict.fromkeys(("gpus", "num_gpus"), "devices=" if "," in value else "devices=idle:")
-        names |= {"data": "config.data.name", **gpus}
+        short = {"lr": "config.optimizer.learning_rate", "model": "config.model.name", "data": "config.data.name"}
+        names = {**fields, **short, **names}
     near = difflib.get_close_matches(name, names, n=1)
     if not near:
         return "--help lists those that there are" + ", and those of a script stand behind it" * ("nnodes" in names)
-    return f"did you mean --{names[near[0]]}{'=' * (bool(value) and '=' not in names[near[0]])}{value}?"
+    return f"did you mean --{names[near[0]]}{f'={value}' * bool(value)}?"
 
 
 def main(
