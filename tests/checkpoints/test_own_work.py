@@ -170,4 +170,4 @@ def test_a_home_that_cannot_be_written(tmp_path, monkeypatch, said):
 
 def test_trust_code_is_for_run_folders():
     with pytest.raises(UserError, match=r"--trust_code is for runs, of --model=m.keras no code is called"):
-        trained_model.request("", "m.keras", "", config.Experiment(), {}, False, True)
+        trained_model.check(trained_model.ModelRequest("", "m.keras", "", config.Experiment(), {}, True))

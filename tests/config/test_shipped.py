@@ -226,7 +226,7 @@ def test_other_complaints_are_not_the_files(parsed, tmp_path):
         "import tfdist.config as c\ndef get_config():\n    return c.Experiment(name='g')\n"
     )
     assert parsed("--config=good.py", "--config.train.epochs=3").train.epochs == 3
-    with pytest.raises(UserError, match=r"flag --config.train.epochs=many: is not an integer"):
+    with pytest.raises(UserError, match=r"flag --config.train.epochs=many: invalid literal for int"):
         parsed("--config=good.py", "--config.train.epochs=many")
 
 

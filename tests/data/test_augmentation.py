@@ -38,7 +38,7 @@ def picture(height=24, width=20, channels=3, seed=0):
         ("randaugment(2, 15)", r"magnitude of randaugment\(layers, magnitude\) must be from 0 to 10, got 15"),
         ("mixup(0.2), mixup(0.3)", "gives mixup 2 times: give it once"),
         ("flip, resized_crop(0.1)", "resized_crop decides the size, so write it first"),
-        ("normalize(0, 1)", "normalize is left to the model, which takes inputs as they are stored: leave it out"),
+        ("normalize(0, 1)", "unknown operation 'normalize' in data.augment: known are flip"),
         ("flip crop", "data.augment='flip crop' is not understood: write it like flip, crop"),
         ("padding=3", "is not understood"),
         ("crop(x=3)", "is not understood"),

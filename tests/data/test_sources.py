@@ -168,7 +168,10 @@ def test_a_label_of_no_class_is_no_row_of_zeros(wrong, connect):
         ((np.ones((2, 2)), None, np.ones(2)), "sample weights without targets have nothing to weigh"),
         ((tf.data.Dataset.range(3),), "has single examples and no batches: give dataset.batch"),
         ((tf.data.Dataset.from_tensors((tf.zeros(3), tf.zeros(1))),), "has single examples and no batches"),
-        ((type("Photos", (), {"__module__": "torch.utils"})(),), "Photos of torch: give a t"),
+        (
+            (type("Photos", (), {"__module__": "torch.utils"})(),),
+            "cannot train on Photos: give NumPy arrays",
+        ),
         ((tf.data.Dataset.range(0).batch(2),), "the data set is empty: give it at least one batch"),
         ((tf.data.Dataset.from_tensors(tf.ragged.constant([[1], [2, 3]])),), "make its tensors dense"),
         (([[1, 2], [3]],), "must have one entry per example|cannot train on|rectangular"),

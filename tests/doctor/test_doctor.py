@@ -146,7 +146,7 @@ def test_the_block_for_a_bug_report_names_nobody(run, tmp_path, no_tensorflow):
     assert "alice" not in block and "hushhush" not in block
     assert "fail  checkpoint: ~/run/checkpoints/10: state.json: no such file or directory" in block
     assert "fail  tensorflow: TensorFlow cannot be imported" in block
-    assert "TF_CONFIG's cluster has '<secret>', which tfdist does not support" in block
+    assert "TF_CONFIG's cluster has '<secret>', and tfdist knows chief and worker" in block
     assert "Keras runs on <user>," in block
     assert re.match(r"python 3\.\d+\.\d+, tfdist \d", block) and "\nok " not in block
 

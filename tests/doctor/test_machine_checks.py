@@ -72,7 +72,7 @@ def test_a_disk_that_fills_up_soon(mounted, tmp_path):  # noqa: F811
 
 def test_a_disk_that_cannot_be_written(mounted, tmp_path):  # noqa: F811
     disk = mounted(tmp_path / "disk", "ro,size=2m")
-    one(machine.room(disk), "fail", "is mounted read-only", "choose another --workdir")
+    one(machine.room(disk), "fail", "this user may not write in", "mend permissions or mount")
     inodes = mounted(tmp_path / "inodes", "size=200m,nr_inodes=2")
     (inodes / "last").write_text("")
     one(machine.room(inodes), "fail", "its inodes are used up", "delete files there")

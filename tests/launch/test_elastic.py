@@ -277,21 +277,11 @@ def test_what_is_no_range_of_nodes(size, planned):  # noqa: F811
     assert str(caught.value) == NOT_A_RANGE + size
 
 
-@pytest.mark.parametrize(
-    "size, message",
-    [
-        ("4:2", "MIN must be at most MAX, got 4 and 2: write 2:4"),
-        ("0:3", "MIN must be at least 1, got 0: write 1:3"),
-        ("0:1", "MAX must be at least 2, got 1: write 1:2, or leave --nnodes out for one machine"),
-        ("1:1", "MAX must be at least 2, got 1: write 1:2, or leave --nnodes out for one machine"),
-        ("4:0", "MAX must be at least 2, got 0: write 1:2, or leave --nnodes out for one machine"),
-        ("2:1000000", "MAX must be at most 100000, got 1000000: write fewer"),
-    ],
-)
-def test_a_range_of_nodes_that_cannot_be(size, message, planned):  # noqa: F811
+@pytest.mark.parametrize("size", ["4:2", "0:3", "0:1", "1:1", "4:0", "2:1000000"])
+def test_a_range_of_nodes_that_cannot_be(size, planned):  # noqa: F811
     with pytest.raises(UserError) as caught:
         planned(f"--nnodes={size}", *ELASTIC[:1], "--", "actor.py")
-    assert str(caught.value) == f"--nnodes={size} is MIN:MAX, and {message}"
+    assert str(caught.value) == f"--nnodes={size} is MIN:MAX, where MIN is 1 to MAX, and MAX 2 to 100000"
 
 
 @pytest.mark.parametrize("flags", [["--nnodes="], ["--nnodes=2", "--node_rank="], ["--nnodes=2:4", "--node_rank="]])

@@ -44,22 +44,16 @@ def read_result(folder: pathlib.Path) -> dict[str, Any]:
     return content
 
 
-def check_file(folder: pathlib.Path, name: str, result: Mapping[str, Any]) -> None:
-    """Compares a file with its entry in `result.json`, if any; raises DamagedError if it differs or is missing."""
-    if name in result.get("files", {}):
-        files.check(folder / name, result["files"][name])
-
-
-def problems(folder: pathlib.Path) -> list[str]:
-    """Compares all files with `result.json`; returns what is wrong."""
+def problems(folder: pathlib.Path, names: Iterable[str] = ()) -> list[str]:
+    """Compares the files that `result.json` lists, all or those of these names, with it; returns what is wrong."""
     errors: list[str] = []
     try:
-        result = read_result(folder)
+        listed = read_result(folder).get("files", {})
     except DamagedError as error:
         return [str(error)]
-    for name in result.get("files", {}):
+    for name in [name for name in names or listed if name in listed]:
         try:
-            check_file(folder, name, result)
+            files.check(folder / name, listed[name])
         except DamagedError as error:
             errors.append(str(error))
     return errors
@@ -67,12 +61,8 @@ def problems(folder: pathlib.Path) -> list[str]:
 
 def check_trusted(folder: pathlib.Path, name: str, trusted: Iterable[str] = TRUSTED) -> None:
     """Checks the `trusted` files of a folder with this name in messages; UserError if one is not as it was written."""
-    try:
-        result = read_result(folder)
-        for file in trusted:
-            check_file(folder, file, result)
-    except DamagedError as error:
-        raise UserError(f"--workdir={name} is damaged: {error}", REPAIR) from None
+    if errors := problems(folder, trusted):
+        raise UserError(f"--workdir={name} is damaged: {errors[0]}", REPAIR)
 
 
 def check_state(folder: pathlib.Path, state: Mapping[str, Any], checkpoint: str, model_file: str = "") -> None:

@@ -246,19 +246,12 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
         return None
     task = config.get("task")
     kind, number = (task.get("type"), str(task.get("index"))) if isinstance(task, dict) else (None, "")
-    if kind == "evaluator":
-        raise UserError(
-            "TF_CONFIG's task is an evaluator, which tfdist does not support (its rank 0 evaluates)", "start none"
-        )
     if kind not in ("chief", "worker") or not re.fullmatch(r"\d{1,9}", number, re.ASCII):
         what = f"TF_CONFIG's task is {json.dumps(task)}"
         raise UserError(what, 'write "task": {"type": "worker", "index": 0}, with this worker\'s own type and index')
     index = int(number)
     for job in jobs.keys() - {"chief", "worker"}:
-        why = {"ps": "it has no parameter servers", "evaluator": "its rank 0 evaluates"}.get(
-            job, "it has chief and worker"
-        )
-        raise UserError(f"TF_CONFIG's cluster has {job!r}, which tfdist does not support ({why})", "remove it")
+        raise UserError(f"TF_CONFIG's cluster has {job!r}, and tfdist knows chief and worker alone", "remove it")
     if sparse:
         # A complete map from index to address is a list. A map of one may be one of many.
         tasks, indices = jobs.get("worker", {}), [str(i) for i in range(len(jobs.get("worker", {})))]

@@ -248,9 +248,6 @@ def _matching(message: Message, name: str, pattern: re.Pattern[str]) -> str:
 
 def _depth(line: bytes) -> int:
     """Returns the nesting depth of any message in one pass."""
-    brackets = line.count(b"[") + line.count(b"{")
-    if brackets <= DEEPEST:
-        return brackets
     outside = b"".join(re.sub(rb"\\.", b"", line).split(b'"')[::2])  # of its texts
     deepest = depth = 0
     for bracket in outside.translate(None, _NO_BRACKETS):

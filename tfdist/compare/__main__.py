@@ -37,9 +37,7 @@ def settings(values: flags.FlagValues) -> trial.Settings:
     """Returns what the flags ask for; raises `UserError` where a value cannot be used."""
     for name in values.strategies:
         if name not in STRATEGIES:
-            auto = ": it picks one of the others, name those"
-            hint = auto if name == "auto" else field_syntax.suggest(name, STRATEGIES)
-            raise UserError(f"unknown strategy {name!r} in --strategies{hint}")
+            raise UserError(f"unknown strategy {name!r} in --strategies{field_syntax.suggest(name, STRATEGIES)}")
     for text in values.replicas:
         if not (text.isascii() and text.isdigit() and int(text) > 0):
             raise UserError(f"--replicas must be integers of at least 1, such as 2,4: got {text!r}")
@@ -88,12 +86,6 @@ def _own_folder(path: pathlib.Path) -> Iterator[run_folder.RunFolder]:
         folder.release()
 
 
-def _parse(argv: list[str]) -> list[str]:
-    if any(argument.lstrip("-").partition("=")[0] == "virtual_devices" for argument in argv):
-        raise UserError("tfdist.compare has no --virtual_devices: it splits the CPU itself", "give --replicas=2,4")
-    return command_line.parse(argv, own=_OWN)
-
-
 def _run(argv: list[str]) -> int:
     values = flags.FLAGS
     wanted, experiment = settings(values), validation.validate(values.config)
@@ -123,7 +115,7 @@ def main() -> None:
     flags.DEFINE_enum("jit", d.jit, runtime_options.JIT, "Compile with XLA, alike in all runs; auto: on GPUs.")
     flags.DEFINE_float("time_limit", 3600.0, "Seconds after which a run that is not over is ended.")
     flags.DEFINE_bool("dry_run", False, "Print the commands, and start nothing.")
-    command_line.main(_run, _parse, "interrupted")
+    command_line.main(_run, functools.partial(command_line.parse, own=_OWN), "interrupted")
 
 
 if __name__ == "__main__":

@@ -274,8 +274,6 @@ def _augment_step(node: ast.expr, field: str) -> AugmentStep:
     if not isinstance(call.func, ast.Name) or call.keywords:
         raise ValueError
     name, values = call.func.id, [ast.literal_eval(argument) for argument in call.args]
-    if name in ("normalize", "normalise"):
-        raise UserError(f"{field}: {name} is left to the model, which takes inputs as they are stored", "leave it out")
     if name not in _AUGMENTATIONS:
         raise UserError(f"unknown operation {name!r} in {field}{suggest(name, tuple(_AUGMENTATIONS))}")
     wanted = _AUGMENTATIONS[name]

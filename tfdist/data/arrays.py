@@ -1,6 +1,5 @@
 """Examples in memory, and how the compiled step reads them: out of tables, by row numbers."""
 
-import concurrent.futures
 import dataclasses
 import math
 import mmap
@@ -207,8 +206,6 @@ class ArrayFeed(Feed):
         self._table = keras.tree.map_structure(tensor, source.columns)
         self.batches: int = -(-self._size // layout.batch)
         self._full = self._size // layout.batch if layout.even else 0
-        self._ahead: dict[int, concurrent.futures.Future] = {}
-        self._executor = concurrent.futures.ThreadPoolExecutor(1)
         self._rows: tuple[int, tuple] = (-1, ())
         self._counts = np.full(self.batches, layout.batch, np.int32)
         self._counts[-1] = self._size - (self.batches - 1) * layout.batch
@@ -233,13 +230,9 @@ class ArrayFeed(Feed):
         if self._seed is None:
             epoch = 0
         if self._rows[0] != epoch:
-            ready = self._ahead.pop(epoch, None)
-            rows = ready.result() if ready else self._layout_rows(epoch)
-            self._ahead.clear()
             with tf.device("CPU:0"):
-                self._rows = epoch, (tf.convert_to_tensor(rows), tf.convert_to_tensor(self._counts))
-            if self._seed is not None:  # so that the next epoch begins without a pause
-                self._ahead[epoch + 1] = self._executor.submit(self._layout_rows, epoch + 1)
+                rows = tf.convert_to_tensor(self._layout_rows(epoch))
+                self._rows = epoch, (rows, tf.convert_to_tensor(self._counts))
         return self._rows[1]
 
     def _layout_rows(self, epoch: int) -> np.ndarray:

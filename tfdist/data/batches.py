@@ -398,7 +398,7 @@ def checksum(parts: Structure) -> tf.Tensor:
         if tensor.shape[1:].num_elements() == 0:
             continue
         width = tf.reduce_prod(tf.shape(tensor, tf.int64)[1:])
-        table = tf.reshape(_bits(tensor), [count, width])[:, :: tf.maximum(width // _ENTRIES, 1)]
+        table = tf.reshape(bits(tensor), [count, width])[:, :: tf.maximum(width // _ENTRIES, 1)]
         some = table[:: tf.maximum(tf.size(table, tf.int64) // _COMPARED, 1)]
         rows = tf.reduce_sum(some * odd(tf.shape(some, tf.int64)[1]), 1)
         total = _scattered(total) + tf.reduce_sum(_scattered(rows) * odd(tf.shape(some, tf.int64)[0]))
@@ -413,8 +413,8 @@ def _scattered(numbers: tf.Tensor) -> tf.Tensor:
     return numbers
 
 
-def _bits(tensor: tf.Tensor) -> Structure:
-    """Returns the entries of a tensor as int64, each by its bits."""
+def bits(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the entries of a tensor as int64, each by its bits: as numbers, 0.0 and -0.0 would be the same."""
     if tensor.dtype == tf.string:
         return tf.strings.to_hash_bucket_fast(tensor, 2**62)
     if tensor.dtype.is_complex:

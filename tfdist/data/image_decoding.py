@@ -93,12 +93,10 @@ class Pictures:
         """Returns what `channels` and `max_pixels` of `data.options` say."""
         return cls(options.get("channels", 3), options.get("max_pixels", MOST_PIXELS))
 
-    def decode(self, contents: tf.Tensor) -> tf.Tensor:
-        return tf.io.decode_image(bounded(contents, self.most), self.channels, expand_animations=False)
-
-    def decoder(self, shape: tuple[int, ...] | None) -> Callable[[tf.Tensor], tf.Tensor]:
-        """Returns a function (contents) -> image of this shape, or of any where it is None."""
-        return lambda contents: tf.ensure_shape(self.decode(contents), shape or [None, None, self.channels])
+    def decode(self, contents: tf.Tensor, shape: tuple[int, ...] | None = None) -> tf.Tensor:
+        """Returns the pixels, of this shape or, where it is None, of any."""
+        image = tf.io.decode_image(bounded(contents, self.most), self.channels, expand_animations=False)
+        return tf.ensure_shape(image, shape or [None, None, self.channels])
 
 
 def decoder(size: tuple[int, int] | None = None, policy: str = "crop") -> Callable[[tf.Tensor], tf.Tensor]:

@@ -21,12 +21,6 @@ from tfdist.data.spec import Structure
 from tfdist.errors import UserError
 
 _TORCH = ("torch.utils.data", "DataLoader")
-_INSTEAD = {
-    "datasets": "give tfdist.load_data('hf:...').train, or its to_tf_dataset(batch_size=32, ...)",
-    "torch": "give a torch.utils.data.DataLoader of it",
-    "tfdist": "give its parts, such as data.train",
-}
-"""What to give in place of data that cannot be trained on, by the package of its type."""
 _LOOKED_AT = 2  # batches whose shapes and types are compared, as in Keras
 
 
@@ -225,24 +219,20 @@ def without_missing(parts: tuple) -> tuple:
 
 def array(value: object) -> np.ndarray:
     """Returns a tensor, an array, or a frame of pandas or polars as an array; refuses Python objects."""
-    kind, packages = type(value).__name__, {cls.__module__.partition(".")[0] for cls in type(value).__mro__}
+    kind = type(value).__name__
     if kind in ("RaggedTensor", "SparseTensor") or type(value).__module__.startswith("scipy.sparse"):
         raise UserError(f"a {kind} cannot be batched evenly", "make it dense (to_tensor, tf.sparse.to_dense, toarray)")
     try:
         made = value.numpy() if isinstance(value, tf.Tensor) else np.asarray(value)
     except ValueError as error:
-        made = np.asarray(None)
-        if not packages & {*_INSTEAD}:
-            raise UserError(f"data must be rectangular arrays: {error}") from error
+        raise UserError(f"cannot train on {kind}, which is no rectangular array: {error}") from error
     if _comes_from(value, "pandas", "Series"):
         made = made[:, None]  # as in Keras; a Series of polars stays as it is there
     objects = made.dtype == object and not (made.size and isinstance(made.flat[0], (str, bytes)))
     if objects or made.ndim == 0:
         what = f"cannot train on {kind}{' of Python objects' * isinstance(value, np.ndarray) * objects}"
-        instead = "give NumPy arrays (of a list, numpy.array), a tf.data.Dataset of batches, or load_data(...).train"
-        for package in packages & {*_INSTEAD}:
-            what, instead = f"{what} of {package}", _INSTEAD[package]
-        raise UserError(what, instead)
+        instead = "NumPy arrays (of a list, numpy.array), batches of a tf.data.Dataset or torch.utils.data.DataLoader"
+        raise UserError(what, f"give {instead}, or load_data(...).train")
     return made
 
 

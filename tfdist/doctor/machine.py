@@ -123,10 +123,8 @@ def room(folder: pathlib.Path, checkpoint: int = 0, keep: int = 1, least: int = 
         return [fail(f"{there} cannot be looked at ({error.strerror})", "choose another --workdir")]
     free = usage.f_bavail * usage.f_frsize
     free_space = f"{sized(free)} free at {there}"
-    if usage.f_flag & os.ST_RDONLY:
-        return [fail(f"{there} is mounted read-only", "choose another --workdir, or mount it for writing")]
     if not os.access(there, os.W_OK | os.X_OK):
-        return [fail(f"this user may not write in {there}", "correct its permissions, or choose another --workdir")]
+        return [fail(f"this user may not write in {there}", "mend permissions or mount, or choose another --workdir")]
     if usage.f_files and not usage.f_favail:
         return [fail(f"no file can be made at {there}: its inodes are used up", "delete files there")]
     need = checkpoint * (keep + 1)  # the next one is written before the oldest goes

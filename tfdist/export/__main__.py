@@ -88,7 +88,8 @@ def _run(argv: list[str]) -> int:
         raise UserError("--output is missing", "give the folder to write, such as --output=exported")
     field_syntax.check_local("--output", values.output)
     model = values.workdir, values.model, values.checkpoint
-    asked = trained_model.request(*model, config.Experiment(), {}, False, values.trust_code)
+    asked = trained_model.ModelRequest(*model, config.Experiment(), {}, values.trust_code)
+    trained_model.check(asked)
     output = pathlib.Path(values.output).expanduser()
     if output.exists() and not (values.overwrite and (output / "export.json").is_file()):
         hint = "choose another name" if values.overwrite else "give --overwrite, or choose another name"

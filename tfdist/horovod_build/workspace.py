@@ -39,19 +39,15 @@ class Workspace:
         wanted.write_text(f"horovod=={horovod_install.VERSION} --hash=sha256:{SHA256}\n")
         arguments = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes")
         if self._pip("download", *arguments, "--dest", self.folder, "--requirement", wanted):
-            if "DO NOT MATCH THE HASHES" in self._text():
-                released = f"the released one, whose SHA-256 is {SHA256}"
-                fix = f"look at pip config list, or give --sdist=PATH; the log is {self.log}"
-                raise UserError(f"the {ARCHIVE} that pip fetches is not {released}", fix)
             fix = f"without a network, give --sdist={ARCHIVE}; the log is {self.log}"
-            raise UserError(f"pip cannot fetch horovod=={horovod_install.VERSION} ({self._pip_error()})", fix)
+            raise UserError(f"pip cannot fetch horovod=={horovod_install.VERSION} ({self._error()})", fix)
         return self.folder / ARCHIVE
 
     def compile(self, source: pathlib.Path) -> pathlib.Path:
         """Compiles the source; returns the path of the wheel."""
         arguments = ("--use-pep517", "--no-build-isolation", "--no-deps", "--no-index", "--no-cache-dir")
         if self._pip("wheel", "--verbose", *arguments, "--wheel-dir", self.folder, source):
-            raise TrainingError(f"Horovod does not compile: {first_error(self._text())}: the log is {self.log}")
+            raise TrainingError(f"Horovod does not compile: {self._error()}: the log is {self.log}")
         return next(self.folder.glob("horovod-*.whl"))
 
     def loads(self, wheel: pathlib.Path) -> bool:
@@ -64,11 +60,11 @@ class Workspace:
     def install(self, wheel: pathlib.Path) -> None:
         """Installs the wheel into the environment of this interpreter."""
         if self._pip("install", "--force-reinstall", "--no-deps", "--no-index", wheel):
-            raise TrainingError(f"pip cannot install Horovod ({self._pip_error()}): the log is {self.log}")
+            raise TrainingError(f"pip cannot install Horovod ({self._error()}): the log is {self.log}")
 
     def last_line(self) -> str:
-        """Returns what was said last in the log."""
-        return _shorten(["no message", *filter(str.strip, self._text().splitlines())][-1])
+        """Returns how far the last program is, or what it said last; see `progress`."""
+        return progress(self.log.read_text(errors="replace"))
 
     def _pip(self, *arguments: object) -> int:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
@@ -81,19 +77,15 @@ class Workspace:
             log.write(f"$ {' '.join(arguments)}\n".encode())
             log.flush()
             environ = {**self._environ, "PYTHONPATH": os.pathsep.join([*map(str, path), *theirs])}
-            tick = lambda seconds: logger.info(f"{seconds:.0f} s: {progress(self._text())}")
+            tick = lambda seconds: logger.info(f"{seconds:.0f} s: {self.last_line()}")
             gently = signal.SIGINT  # lets pip undo what it began
             code = child_process.run(arguments, LIMIT_S, TICK_S, tick, gently, stdout=log, cwd=self.folder, env=environ)
         if code is None:
             raise TrainingError(f"the build took more than {LIMIT_S:g} s: the log is {self.log}")
         return code
 
-    def _text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def _pip_error(self) -> str:
-        errors = re.findall(r"^ERROR: (.*)", self._text(), re.MULTILINE)
-        return _shorten(errors[0]) if errors else self.last_line()
+    def _error(self) -> str:
+        return first_error(self.log.read_text(errors="replace").rpartition("\n$ ")[2])
 
 
 def progress(log: str) -> str:

@@ -80,7 +80,8 @@ def with_model(
     names = [name for name in values if name.startswith("config.") and values[name].present]
     changes = {name: functools.reduce(getattr, name.split(".")[1:], values.config) for name in names}
     model, from_file = (values.workdir, values.model, values.checkpoint), bool(values["config"].present)
-    requested = trained_model.request(*model, values.config, changes, from_file, values.trust_code)
+    requested = ModelRequest(*model, values.config, changes, values.trust_code)
+    trained_model.check(requested, from_file)
     field_syntax.check_local("--output", values.output)
     if values.overwrite and values.output in ("", STDOUT):
         raise UserError("--overwrite without a file in --output has nothing to replace", "leave it out")

@@ -34,7 +34,7 @@ CHANGEABLE = ("config.data.", "config.eval.batch_size")  # may change after the 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """The model that the flags name; nothing has been read yet."""
+    """The model that the flags name, see `check`; nothing has been read yet."""
 
     workdir: str  # a run folder, or empty
     model: str  # a `.keras` file, or empty
@@ -73,19 +73,9 @@ class ModelRequest:
         return dataclasses.replace(self, copy=folder)
 
 
-def request(
-    workdir: str,
-    model: str,
-    checkpoint: str,
-    experiment: config.Experiment,
-    changes: Mapping[str, object],
-    from_file: bool,
-    trust_code: bool = False,
-) -> ModelRequest:
-    """Returns the request of these flags, checked without access to the disk.
-
-    `changes` are the experiment's fields that were set on the command line; `from_file` tells that --config is given.
-    """
+def check(request: ModelRequest, from_file: bool = False) -> None:
+    """Checks a request without access to the disk; `from_file` tells that --config is given."""
+    workdir, model, checkpoint = request.workdir, request.model, request.checkpoint
     if bool(workdir) == bool(model):
         both = "--workdir and --model name two models" if model else "neither --workdir nor --model says which model"
         raise UserError(both, "give a run folder such as --workdir=runs/digits, or --model=path.keras")
@@ -93,17 +83,17 @@ def request(
     field_syntax.check_local("--model", model)
     if model and checkpoint:
         raise UserError(f"--checkpoint={checkpoint} is for runs", "give their --workdir instead of --model")
-    if model and trust_code:
+    if model and request.trust_code:
         raise UserError(f"--trust_code is for runs, of --model={model} no code is called", "leave it out")
     if checkpoint not in ("", LATEST, BEST) and not (checkpoint.isascii() and checkpoint.isdigit()):
         raise UserError(f"--checkpoint={checkpoint} is not understood", "use latest, best, or the number of an update")
     if workdir and from_file:
         raise UserError("the experiment of --workdir is in the run folder", "leave out --config, and set single fields")
-    for name in changes:
+    for name in request.changes:
         if not name.startswith(CHANGEABLE):
             what = f"--{name} changes nothing once a model is trained"
             raise UserError(what, "leave it out (--config.data.* and --config.eval.batch_size can be set)")
-    return ModelRequest(workdir, model, checkpoint, validation.validate(experiment), dict(changes), trust_code)
+    validation.validate(request.experiment)
 
 
 def read_experiment(request: ModelRequest) -> config.Experiment:

@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.data.batch_layout import Layout, MicroBatch, with_shape
+from tfdist.data.batches import bits
 from tfdist.data.spec import Structure
 from tfdist.distributed.collectives import INTEGERS
 from tfdist.distributed.distribution import Distribution
@@ -49,7 +50,7 @@ def of_virtual_replicas(distribution: Distribution, values: Structure, layout: L
     start, leaves = layout.of_replica(count, 0, own.start).start, keras.tree.flatten(values)
 
     def spread(value: tf.Tensor) -> tf.Tensor:
-        value = _bits(value)
+        value = bits(value)
         padded = tf.pad(value, [[start, layout.batch - start - tf.shape(value)[0]], *[[0, 0]] * (value.shape.rank - 1)])
         return with_shape(padded, [layout.batch, *value.shape[1:]])
 
@@ -58,16 +59,11 @@ def of_virtual_replicas(distribution: Distribution, values: Structure, layout: L
     return keras.tree.pack_sequence_as(values, rows)
 
 
-def _bits(value: tf.Tensor) -> tf.Tensor:
-    """Returns the bits of values as int64: added up as numbers, 0.0 and -0.0 would become 0.0."""
-    return tf.cast(tf.bitcast(value, INTEGERS[value.dtype.size]) if value.dtype.is_floating else value, tf.int64)
-
-
-def _of_bits(bits: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Returns the values that `_bits` was given, of this type."""
+def _of_bits(whole: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Returns the values that `bits` was given, of this type."""
     if not dtype.is_floating:
-        return tf.cast(bits, dtype)
-    return tf.bitcast(tf.cast(bits, INTEGERS[dtype.size]), dtype)
+        return tf.cast(whole, dtype)
+    return tf.bitcast(tf.cast(whole, INTEGERS[dtype.size]), dtype)
 
 
 def _sums(distribution: Distribution, tensors: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -98,14 +98,8 @@ def _elastic(
     if not match:
         raise UserError(f"--nnodes must be an integer of at least 1, or MIN:MAX such as 2:4, got {text}")
     least, most = int(match[1]), int(match[2])
-    for wrong, line in (
-        (most > _MOST, f"MAX must be at most {_MOST}, got {most}: write fewer"),
-        (most < 2, f"MAX must be at least 2, got {most}: write 1:2, or leave --nnodes out for one machine"),
-        (least < 1, f"MIN must be at least 1, got {least}: write 1:{max(2, most)}"),
-        (least > most, f"MIN must be at most MAX, got {least} and {most}: write {most}:{least}"),
-    ):
-        if wrong:
-            raise UserError(f"--nnodes={text} is MIN:MAX, and {line}")
+    if not 1 <= least <= most or not 2 <= most <= _MOST:
+        raise UserError(f"--nnodes={text} is MIN:MAX, where MIN is 1 to MAX, and MAX 2 to {_MOST}")
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "").strip()
     fixed = "TF_CONFIG" if environ.get("TF_CONFIG", "").strip() else ""
     if platform and platform.nnodes == 1:

@@ -2,6 +2,7 @@
 
 import math
 import pathlib
+import platform
 import resource
 import threading
 import time
@@ -26,12 +27,10 @@ from tfdist.trainer.callbacks import Call, Callback, Spent
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto import event_pb2
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 USAGE_EVERY_S = 5.0  # between two samples of the machine; nvidia-smi alone takes a tenth of one
 EVERY_S = 0.5  # between two samples at the beginning of a run
 THINNING = 400  # later the interval is the run's seconds divided by this: a day has 2,000 samples, not 86,400
-FLUSH_S = 10
 
 
 def create(
@@ -219,19 +218,21 @@ class Timeline(Callback):
 
 
 class Board:
-    """Writes `train` and `validation` below `folder`, in its own threads; a full disk stops nothing else."""
+    """Writes `train` and `validation` below `folder`, event by event; a full disk stops nothing else.
+
+    Not by TensorBoard's writer: its thread would print a traceback, which a launcher takes for the cause of the next
+    failure.
+    """
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
-        self._writers: dict[str, EventFileWriter] = {}
+        self._writers: dict[str, tf.io.TFRecordWriter] = {}
         self._broken = False
-        self._report = threading.excepthook
 
     def begin(self, update: int) -> None:
         """Invalidates what was written of later updates."""
         from tensorboard.compat.proto import event_pb2
 
-        threading.excepthook = self._thread_failed
         for run in ("train", "validation"):  # TensorBoard drops what an earlier file has of this step and later ones
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._add(run, event_pb2.Event(wall_time=time.time(), step=update + 1, session_log=start))
@@ -251,36 +252,30 @@ class Board:
             self._add(run, event_pb2.Event(wall_time=time.time(), step=update, summary=summary))
 
     def close(self) -> None:
-        """Flushes and closes the files."""
+        """Closes the files."""
         for writer in self._writers.values():
             self._try(writer.close)
         self._writers.clear()
-        if threading.excepthook == self._thread_failed:
-            threading.excepthook = self._report
 
     def _add(self, run: str, event: "event_pb2.Event") -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
         def write() -> None:
             if run not in self._writers:
-                self._writers[run] = EventFileWriter(str(self._folder / run), 100, FLUSH_S)
-            self._writers[run].add_event(event)
+                (self._folder / run).mkdir(parents=True, exist_ok=True)
+                # TensorBoard reads files in the order of their names.
+                name = f"events.out.tfevents.{time.time_ns()}.{platform.node()}"
+                self._writers[run] = tf.io.TFRecordWriter(str(self._folder / run / name))
+                version = type(event)(wall_time=time.time(), file_version="brain.Event:2")
+                self._writers[run].write(version.SerializeToString())
+            self._writers[run].write(event.SerializeToString())
+            self._writers[run].flush()
 
         if not self._broken:
             self._try(write)
 
-    def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
-        """Suppresses the traceback of a writer's thread: the next event raises its error here, for the warning.
-
-        A launcher would report the traceback as the cause of whatever fails next.
-        """
-        if "tensorboard" not in type(failure.thread).__module__:
-            self._report(failure)
-
     def _try(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except Exception as error:  # of the disk, by way of TensorBoard's thread
+        except Exception as error:  # of the disk
             if not self._broken:
                 logger.info(f"WARNING: {self._folder} cannot be written ({error}): training goes on without it")
             self._broken = True

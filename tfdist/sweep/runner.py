@@ -18,7 +18,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from tfdist import config
-from tfdist.checkpoints import files, integrity, resume
+from tfdist.checkpoints import integrity, resume
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster.peers import differing_facts
 from tfdist.compare import trial
@@ -237,15 +237,9 @@ class Sweep:
             here[_BATCH] = there[_BATCH]
         if odd := resume.differences(here, there):
             raise UserError(f"{run.path} holds another run ({odd[0]})", "choose another --workdir, or remove it")
-        if not run.completed:
-            return False
-        try:
-            result = integrity.read_result(run.path)
-            for file in integrity.TRUSTED:  # or the result may be another run's
-                integrity.check_file(run.path, file, result)
-        except files.DamagedError as error:
-            raise UserError(f"{run.path} is damaged: {error}", "copy it back, or remove it to train it again") from None
-        return True
+        if run.completed:
+            integrity.check_trusted(run.path, str(run.path))  # or the result may be another run's
+        return run.completed
 
     def _other_data(self, values: Values) -> str:
         """Tells how the data of a run differ from those of runs that finished before; empty if they do not."""

@@ -133,9 +133,9 @@ def damaged(path):
 @pytest.mark.parametrize("make, fields, message", [
     (lambda p: f"numpy:{p}/no.npz", {}, "there is no such file: give a .npz file, or a folder of .npy files"),
     (lambda p: npy(p / "d"), {}, "there are no .npy files"),
-    (lambda p: npy(p / "d", x=X) + "/x.npy", {}, "is a single array: give the folder of x.npy and y.npy"),
+    (lambda p: npy(p / "d", x=X) + "/x.npy", {}, "x.npy is not an .npz file: write it with numpy.savez"),
     (lambda p: damaged(p / "a.npz"), {}, "a.npz: x cannot be read: Bad CRC-32 for file 'x.npy': write it anew"),
-    (lambda p: npz(p / "a.npz", x=X, y=np.array([None] * 50)), {}, "y cannot be read: .*: write it without Python"),
+    (lambda p: npz(p / "a.npz", x=X, y=np.array([None] * 50)), {}, "y cannot be read: .*, without Python objects"),
     (lambda p: npz(p / "a.npz", a=X, b=Y), {}, "has no array 'x' or x_train: it has a, b; name them with data.op"),
     (lambda p: npz(p / "a.npz", x=X, z=Y), {}, r"train has no array for y \(y\): it has x, z"),
     (lambda p: npz(p / "a.npz", x=X, x_train=X, y=Y), {}, "x and x_train are both x of train: rename one"),

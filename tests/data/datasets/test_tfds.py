@@ -227,7 +227,7 @@ def no_network(*arguments):
         ({"name": "imagenet2012"},
          (r"data set 'imagenet2012' has to be downloaded by hand, from https://image-net.org/, into "
           r".*/downloads/manual: manual_dir should contain two files: ILSVRC2012_img_train.tar and")),
-        ({"name": "cvs:/a.csv"}, "data.name='cvs:/a.csv' is not accepted.*: did you mean csv:"),
+        ({"name": "cvs:/a.csv"}, "data.name='cvs:/a.csv' is not accepted by TFDS: "),
         ({"name": "cifa10"}, "unknown data.name 'cifa10': did you mean 'cifar10'"),
     ],
 )  # fmt: skip

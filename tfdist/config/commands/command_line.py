@@ -222,8 +222,6 @@ def _parse_flags(argv: list[str]) -> list[str]:
         raise UserError(f"unknown flag --{error.flagname}: {_meant(error.flagname, value)}") from None
     except flags.Error as error:
         text = re.sub(r"Unable to parse value .*", "is a group of fields: set one of them", one_line(error))
-        text = re.sub(r"invalid literal for int.*", "is not an integer: give one, such as 1", text)
-        text = re.sub(r"could not convert string to float.*", "is not a number: give one, such as 0.1", text)
         raise UserError(text) from None
     if len(rest) > 1:
         script = f", and tfdist run {rest[1]} trains a script" * rest[1].endswith(".py")
@@ -236,13 +234,12 @@ def _meant(name: str, value: str) -> str:
     names = {flag: flag for flag in flags.FLAGS}
     if "config" in names:
         fields = {field.rpartition(".")[2]: field for field in reversed(config.flat(config.Experiment()))}
-        names = {**fields, "lr": "config.optimizer.learning_rate", "model": "config.model.name", **names}
-        gpus = dict.fromkeys(("gpus", "num_gpus"), "devices=" if "," in value else "devices=idle:")
-        names |= {"data": "config.data.name", **gpus}
+        short = {"lr": "config.optimizer.learning_rate", "model": "config.model.name", "data": "config.data.name"}
+        names = {**fields, **short, **names}
     near = difflib.get_close_matches(name, names, n=1)
     if not near:
         return "--help lists those that there are" + ", and those of a script stand behind it" * ("nnodes" in names)
-    return f"did you mean --{names[near[0]]}{'=' * (bool(value) and '=' not in names[near[0]])}{value}?"
+    return f"did you mean --{names[near[0]]}{f'={value}' * bool(value)}?"
 
 
 def main(

@@ -82,8 +82,6 @@ def _opened(path: str, what: str) -> tuple[dict[str, Callable[[], np.ndarray]], 
         return {os.path.basename(f)[: -len(".npy")]: functools.partial(_read, f, mapped[f]) for f in files}, True
     if not os.path.isfile(path):
         raise UserError(f"{what}: there is no such file", "give a .npz file, or a folder of .npy files")
-    if path.endswith(".npy"):
-        raise UserError(f"{what} is a single array", "give the folder of x.npy and y.npy, or a .npz file with both")
     opened = _read(path, functools.partial(np.load, path))
     if not isinstance(opened, np.lib.npyio.NpzFile):
         raise UserError(f"{what} is not an .npz file", "write it with numpy.savez(path, x=..., y=...)")
@@ -95,9 +93,8 @@ def _read(path: str, read: Callable[[], T]) -> T:
     try:
         return read()
     except Exception as error:  # a damaged file can fail anywhere in NumPy, in zipfile and in zlib
-        objects = "pickle" in str(error) or "Python objects" in str(error)
-        hint = "write it without Python objects" if objects else "write it anew with numpy.save or numpy.savez"
         why = one_line(error, 100).rstrip(".:") or type(error).__name__
+        hint = "write it anew with numpy.save or numpy.savez, without Python objects"
         raise UserError(f"{path} cannot be read: {why}", hint) from None
 
 

@@ -194,7 +194,8 @@ def loaded(what: str, by_split: Mapping[str, Any], splits: Mapping[str, str], op
         first = lambda: pictures.decode(tf.constant(images(_as_arrow(data, x), rows[:1])[0]))
         shape = tuple(examples.first_input(first, lambda: name(data, int(rows[0]))).shape)
         spec = Spec(shape, "uint8", classes, 255.0, names)
-        reads, decode = [part.reader(images) for part in both], pictures.decoder(None if free else shape)
+        reads = [part.reader(images) for part in both]
+        decode = lambda contents: pictures.decode(contents, None if free else shape)
     else:
         values = _column([(data, rows[:1])], x, what)
         shape, dtype = values.shape[1:] or (1,), values.dtype

@@ -25,7 +25,6 @@ from tfdist.errors import UserError
 
 _HEAD, _TAIL = 512, 16
 _THREADS = 16  # more than cores: on a disk of the network most of the time is waiting
-_NAMED = 3  # broken files that a message names
 _PIECE = 256
 
 
@@ -54,13 +53,6 @@ class Look:
     @property
     def pixels(self) -> int:
         return max(self.frames, self.size[0] * self.size[1])
-
-    @property
-    def extent(self) -> str:
-        """Describes the pixels in a message."""
-        if self.frames > self.size[0] * self.size[1]:
-            return f"{self.frames:,} pixels in its frames"
-        return f"{self.size[1]} x {self.size[0]} pixels"
 
 
 def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
@@ -267,12 +259,12 @@ def _examined(paths: list[str], most: int, root: str, what: str, skip: bool) -> 
     if huge and not skip:
         first = min(huge, key=paths.__getitem__)
         raise UserError(
-            f"{what}: {paths[first]} has {looks[first].extent}, more than {most:,}",
+            f"{what}: {paths[first]} has {looks[first].pixels:,} pixels, more than {most:,}",
             "make it smaller, set data.on_error=skip, or allow it with "
             f"data.options=max_pixels={max(looks[i].pixels for i in huge)}",
         )
     for i in huge:
-        problem = f"has {looks[i].extent}, more than max_pixels={most}"
+        problem = f"has {looks[i].pixels:,} pixels, more than max_pixels={most}"
         looks[i] = dataclasses.replace(looks[i], problem=problem, doubtful=False)
 
     def decoded(i: int) -> Look:
@@ -289,8 +281,7 @@ def _examined(paths: list[str], most: int, root: str, what: str, skip: bool) -> 
             looks[i] = look
     bad = sorted((i for i, look in enumerate(looks) if look.problem), key=paths.__getitem__)
     if bad:
-        named = ", ".join(f"{os.path.relpath(paths[i], root)} {looks[i].problem}" for i in bad[:_NAMED])
-        named += ", ..." * (len(bad) > _NAMED)
+        named = examples.first_few([f"{os.path.relpath(paths[i], root)} {looks[i].problem}" for i in bad], "more")
         count = f"{len(bad):,} of {len(paths):,} files {'are not images' if len(bad) > 1 else 'is not an image'}"
         if not skip:
             raise UserError(f"{what}: {count}: {named}", "remove them, or set data.on_error=skip")

@@ -95,10 +95,7 @@ def _builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:
         hint = f"did you mean {near[0]!r}? Else" if near else "see https://www.tensorflow.org/datasets/catalog, or"
         raise UserError(f"unknown data.name {name!r}: {hint} write package.module:function") from None
     except ValueError as error:
-        kind, colon, _ = name.partition(":")
-        near = difflib.get_close_matches(kind, config.FILES, n=1) if colon else []
-        hint = f": did you mean {near[0]}:?" if near else f": {one_line(error, 300)}"
-        raise UserError(f"data.name={name!r} is not accepted by TFDS{hint}") from None
+        raise UserError(f"data.name={name!r} is not accepted by TFDS: {one_line(error, 300)}") from None
     except Exception as error:  # TFDS lets through whatever reading damaged files raises
         raise UserError(
             f"data set {name!r} cannot be opened: {one_line(error, 300)}",

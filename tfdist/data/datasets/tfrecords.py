@@ -103,9 +103,6 @@ def _scan(path: str, thorough: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray
         return *(np.zeros(0, np.int64),) * 3, [f"{path} is empty"], 0
     problems: list[str] = []
     with whole:
-        if whole[:2] == b"\x1f\x8b":
-            what = f"{path} is compressed with GZIP, which cannot be read by number"
-            raise UserError(what, "write it again with tf.io.TFRecordWriter(path), which does not compress")
         offsets: list[int] = []
         lengths: list[int] = []
         damaged: list[int] = []
@@ -115,9 +112,8 @@ def _scan(path: str, thorough: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray
             start = check + _CHECK.size
             if start <= size and not _is_whole(whole[at:check], whole[check:start]):
                 if at == 0:
-                    raise UserError(
-                        f"{path} is not a TFRecord file, or is compressed", "give files of tf.io.TFRecordWriter"
-                    )
+                    what = f"{path} is not a TFRecord file, or is compressed, and cannot be read by number"
+                    raise UserError(what, "give files of tf.io.TFRecordWriter(path), which does not compress")
                 problems.append(f"{path} is damaged at byte {at:,}, behind {len(offsets):,} good records")
                 continue
             end = start + _LENGTH.unpack_from(whole, at)[0] if start <= size else size
@@ -228,8 +224,6 @@ def _feature(name: str, text: object) -> Feature:
         what = f"data.options: {name}={text!r} is not a type"
         raise UserError(what, f"write one of {', '.join(TYPES)}, or 'float32[8, 8, 1]'")
     kind, shape = written.groups()
-    if kind == "string":
-        raise UserError(f"data.options: {name}=string cannot be trained on", "write jpeg or png, or leave it out")
     if kind not in TYPES:
         raise UserError(f"data.options: unknown type {kind!r} of {name}{suggest(kind, TYPES)}")
     feature = Feature(name, kind, tuple(int(n) for n in shape.split(",") if n.strip()) if shape else ())

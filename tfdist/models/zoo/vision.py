@@ -1,7 +1,6 @@
 """Image classifiers: AlexNet, the residual network for CIFAR, a small transformer, and those of keras.applications."""
 
 import inspect
-import re
 
 import keras
 import numpy as np
@@ -191,13 +190,8 @@ def application(name: str, options: dict[str, object], spec: Spec) -> keras.Mode
     try:
         model = user_functions.call("model.options", function, arguments)
     except (TypeError, ValueError) as error:
-        smallest = re.search(r"at least (\d+)x\1", str(error))
-        if smallest:
-            raise UserError(
-                f"model.name={name!r} needs images of at least {smallest[1]}x{smallest[1]}, the data has {high}x{wide}",
-                f"set data.image_size={smallest[1]} or more",
-            ) from None
-        raise UserError(f"model.options do not fit {name}: {one_line(error, 200)}") from error
+        what = f"model.name={name!r} does not fit the data or model.options: {one_line(error, 200)}"
+        raise UserError(what) from error
     # The layers from the last one with weights on work in full precision. Their type is changed after they have been
     # made, since the families end in different layers (Dense; Conv2D, Reshape and Activation) and none takes a type.
     precision = layers.full_precision()
