@@ -232,8 +232,6 @@ def test_known_without_tensorflow(files, tmp_path):
 @pytest.mark.parametrize("environ, message", [
     ({"HOROVOD_RANK": "0"}, "HOROVOD_SIZE"),
     ({"TF_CONFIG": json.dumps({"cluster": {"chief": ["a:1"], "worker": ["b:1"]}})}, "TF_CONFIG"),
-    ({"TF_CONFIG": "{"}, "TF_CONFIG"),
-    ({"TF_CONFIG": "[]"}, "TF_CONFIG"),
 ])  # fmt: skip
 def test_auto_says_what_it_found(environ, message, run, files):
     assert message in one_line(run("tfdist.train", path=str(files), **environ))
