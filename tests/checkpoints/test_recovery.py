@@ -109,29 +109,17 @@ def test_killed_before_the_first_checkpoint(start, tmp_path, whole):
     assert epochs() == [*range(1, 9), None] and result(tmp_path)["restarts"] == 1
 
 
-def test_killed_while_a_checkpoint_is_being_written(start, tmp_path, whole):
-    folder, halves = tmp_path / "run/checkpoints", 0
-
-    def half_written():
-        with contextlib.suppress(FileNotFoundError):  # the run folder of a completed run is being set aside
-            return list(folder.glob(".*.*"))
-        return []
-
-    for _ in range(20):
-        program = start(*WAYS["default"], *FLAGS)
-        while program.process.poll() is None and not half_written():
-            pass
-        for process in program.family():
-            process.kill()
-        program.end()
-        if half_written():
-            halves += 1
-            break
-    assert halves, "no kill has hit a checkpoint that was being written"
-    program = start(*WAYS["default"], *FLAGS)
-    assert program.end() == 0, program.text
-    assert result(tmp_path)["weights_sha256"] == whole("default")["weights_sha256"]
-    assert result(tmp_path)["history"] == whole("default")["history"]
+def test_killed_while_a_checkpoint_is_being_written(start, hooked, tmp_path, tfds_dir):
+    command, path = [*WAYS["default"], *FLAGS, "--config.train.epochs=2"], network_hosts.clean(tfds_dir)["PYTHONPATH"]
+    killed = start(*command, **hooked("checkpoint", "SIGKILL", 0, path))
+    assert killed.end() == -signal.SIGKILL, killed.text
+    half_written = lambda: list((tmp_path / "run/checkpoints").glob(".*.*"))
+    assert half_written(), killed.text
+    for program in start(*command), start(*command, "--workdir=whole"):
+        assert program.end() == 0, program.text
+    found, expected = result(tmp_path), json.loads((tmp_path / "whole/result.json").read_text())
+    assert found["resumed_from"] == 7 and found["history"] == expected["history"]
+    assert found["weights_sha256"] == expected["weights_sha256"]
     assert not half_written(), "what was left half written is still there"
 
 

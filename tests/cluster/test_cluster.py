@@ -3,10 +3,8 @@
 import dataclasses
 import json
 import re
-import sys
 
 import pytest
-from support import processes
 from support.refusals import refused
 
 from tfdist.cluster import addresses, discovery
@@ -106,22 +104,12 @@ FOUND = [
     # tfdist.launch and torchrun
     ("launch", env(f"{LAUNCHED} TFDIST_ATTEMPT=2 TFDIST_SECRET=abc"),
      Cluster("tfdist.launch", 1, 4, 1, 2, "node1:29500", (), "abc", 2)),
-    (
-        "launch, rank 0",
-        env(
-            "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=::1 MASTER_PORT=1 TFDIST_ATTEMPT=0 "
-            "TFDIST_MEETING_FD=7"
-        ),
-        Cluster("tfdist.launch", 0, 1, 0, 1, "[::1]:1", meeting_fd=7),
-    ),
+    ("launch, rank 0",
+     env("RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=::1 MASTER_PORT=1 TFDIST_ATTEMPT=0 "
+     "TFDIST_MEETING_FD=7"), Cluster("tfdist.launch", 0, 1, 0, 1, "[::1]:1", meeting_fd=7)),
     ("launch by torchrun", env(f"{TORCHRUN} TFDIST_ATTEMPT=0"), Cluster("tfdist.launch", 1, 4, 1, 2, "node1:29500")),
-    ("launch in a Slurm task", env(f"{LAUNCHED} TFDIST_ATTEMPT=0 {SRUN}"),
-     Cluster("tfdist.launch", 1, 4, 1, 2, "node1:29500")),
-    ("launch under mpirun", env(f"{LAUNCHED} TFDIST_ATTEMPT=0 {MPIRUN}"),
-     Cluster("tfdist.launch", 1, 4, 1, 2, "node1:29500")),
-    ("launch on a platform", env(f"{LAUNCHED} TFDIST_ATTEMPT=0 {PLATFORM}"),
-     Cluster("tfdist.launch", 1, 4, 1, 2, "node1:29500")),
-    ("launch in a pod", env(f"{LAUNCHED} TFDIST_ATTEMPT=0") | tf_config(**THREE),
+    ("launch in a Slurm task, under mpirun, on a platform and in a pod",
+     env(f"{LAUNCHED} TFDIST_ATTEMPT=0 {SRUN} {MPIRUN} {PLATFORM}") | tf_config(**THREE),
      Cluster("tfdist.launch", 1, 4, 1, 2, "node1:29500")),
     ("torchrun", env(f"{TORCHRUN} TORCHELASTIC_USE_AGENT_STORE=True"),
      Cluster("torchrun's variables", 1, 4, 1, 2, "node1:29501")),
@@ -173,16 +161,12 @@ FOUND = [
     ("srun, own host", env(SRUN, MASTER_ADDR="n7"), Cluster("Slurm", 1, 3, 1, 2, "n7:15061")),
     ("srun, cyclic", env(CYCLIC), Cluster("Slurm", 3, 4, 1, 2, "n1:15305")),
     ("srun, arbitrary with a host", env(ARBITRARY, MASTER_ADDR="n2"), Cluster("Slurm", 0, 3, 0, 2, "n2:15244")),
-    (
-        "srun of a few in a large job",
-        env(SRUN) | env("SLURM_NTASKS=9 SLURM_TASKS_PER_NODE=3(x3) SLURM_JOB_NODELIST=n[0-2]"),
-        Cluster("Slurm", 1, 3, 1, 2, "n1:15061"),
-    ),
-    (
-        "srun of old",
-        {k: v for k, v in env(SRUN).items() if not k.startswith("SLURM_STEP_N") and k != "SLURM_STEP_TASKS_PER_NODE"},
-        Cluster("Slurm", 1, 3, 1, 2, "n1:15061"),
-    ),
+    ("srun of a few in a large job",
+     env(SRUN) | env("SLURM_NTASKS=9 SLURM_TASKS_PER_NODE=3(x3) SLURM_JOB_NODELIST=n[0-2]"),
+     Cluster("Slurm", 1, 3, 1, 2, "n1:15061")),
+    ("srun of old",
+     {k: v for k, v in env(SRUN).items() if not k.startswith("SLURM_STEP_N") and k != "SLURM_STEP_TASKS_PER_NODE"},
+     Cluster("Slurm", 1, 3, 1, 2, "n1:15061")),
     ("srun without host list", {k: v for k, v in env(SRUN).items() if "NODELIST" not in k},
      Cluster("Slurm", 1, 3, 1, 2, "")),
     ("srun on one node", env(SRUN) | env("SLURM_STEP_TASKS_PER_NODE=3 SLURM_STEP_NODELIST=n1 SLURM_NODEID=0"),
@@ -294,10 +278,8 @@ REFUSED = [
     (changed(HAND, WORLD_SIZE="٤"), "WORLD_SIZE=٤ is not an integer of at least 1"),
     (changed(HAND, MASTER_PORT="0"), "MASTER_PORT=0 is not a port: use a number from 1 to 65535"),
     (changed(HAND, MASTER_PORT="65536"), "MASTER_PORT=65536 is not a port"),
-    (changed(HAND, MASTER_PORT="http"), "MASTER_PORT=http is not a port"),
     (changed(HAND, MASTER_ADDR="node1:29500"), "MASTER_ADDR=node1:29500 is not a host name or IP address: correct it"),
     (changed(HAND, MASTER_ADDR="node..1"), "MASTER_ADDR=node..1 is not a host name or IP address"),
-    (changed(HAND, MASTER_ADDR="node 1"), "MASTER_ADDR=node 1 is not a host name or IP address"),
     (changed(HAND, MASTER_ADDR="tcp://node1"), "MASTER_ADDR=tcp://node1 is not a host name"),
     (env("RANK=0 WORLD_SIZE=1 MASTER_PORT=x"), "MASTER_PORT=x is not a port"),
     (changed(HAND, LOCAL_WORLD_SIZE="2"),
@@ -393,45 +375,20 @@ REFUSED = [
     (changed(PLATFORM, MLP_WORKER_0_HOST="a/b"), "MLP_WORKER_0_HOST=a/b is not a host name"),
     (changed(PLATFORM, MLP_WORKER_GPU="all"), "MLP_WORKER_GPU=all is not an integer of at least 0"),
     # Contradictions
-    (
-        tf_config("chief", 0, **THREE) | env(HAND),
-        (
-            "this process is rank 0 of 3 by TF_CONFIG and rank 1 of 4 by torchrun's variables: unset TF_CONFIG, or "
-            "unset RANK and WORLD_SIZE"
-        ),
-    ),
+    (tf_config("chief", 0, **THREE) | env(HAND),
+     "this process is rank 0 of 3 by TF_CONFIG and rank 1 of 4 by torchrun's variables: unset TF_CONFIG, or unset"),
     (tf_config("chief", 0, **THREE) | env(SRUN),
      "this process is rank 0 of 3 by TF_CONFIG and rank 1 of 3 by Slurm: unset TF_CONFIG, or unset SLURM_STEP_ID"),
     (tf_config("chief", 0, chief=["a:1"]) | env(HAND),
      "this process is rank 0 of 1 by TF_CONFIG and rank 1 of 4 by torchrun's variables"),
-    (
-        env(f"{HAND} {HOROVOD}"),
-        (
-            "this process is rank 1 of 4 by torchrun's variables and rank 3 of 4 by horovodrun: unset RANK and "
-            "WORLD_SIZE, or unset HOROVOD_RANK and HOROVOD_SIZE"
-        ),
-    ),
-    (
-        env(f"{SRUN} {MPIRUN}"),
-        (
-            "this process is rank 1 of 2 by Open MPI and rank 1 of 3 by Slurm: unset OMPI_COMM_WORLD_RANK and "
-            "OMPI_COMM_WORLD_SIZE, or unset SLURM_STEP_ID"
-        ),
-    ),
-    (
-        env(f"{SRUN} {HYDRA}"),
-        (
-            "this process is rank 1 of 3 by Slurm and rank 1 of 2 by PMI: unset SLURM_STEP_ID, or unset PMI_RANK and "
-            "PMI_SIZE"
-        ),
-    ),
-    (
-        env(f"{PLATFORM} {HAND}"),
-        (
-            "this process is rank 1 of 4 by torchrun's variables and rank 1 of 2 by MLP_WORKER_NUM: unset RANK and "
-            "WORLD_SIZE, or unset MLP_WORKER_NUM"
-        ),
-    ),
+    (env(f"{HAND} {HOROVOD}"),
+     "this process is rank 1 of 4 by torchrun's variables and rank 3 of 4 by horovodrun: unset RANK and"),
+    (env(f"{SRUN} {MPIRUN}"),
+     "this process is rank 1 of 2 by Open MPI and rank 1 of 3 by Slurm: unset OMPI_COMM_WORLD_RANK and"),
+    (env(f"{SRUN} {HYDRA}"),
+     "this process is rank 1 of 3 by Slurm and rank 1 of 2 by PMI: unset SLURM_STEP_ID, or unset PMI_RANK and"),
+    (env(f"{PLATFORM} {HAND}"),
+     "this process is rank 1 of 4 by torchrun's variables and rank 1 of 2 by MLP_WORKER_NUM: unset RANK and"),
 ]  # fmt: skip
 
 
@@ -439,12 +396,6 @@ REFUSED = [
 def test_refused(environ, message):
     with refused(re.escape(message)):
         discovery.find(environ)
-
-
-def test_a_frozen_value_with_a_chief():
-    assert Cluster("x", 0, 2).is_chief and not Cluster("x", 1, 2).is_chief and ALONE.is_chief
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        ALONE.rank = 1
 
 
 @pytest.mark.parametrize(
@@ -476,9 +427,3 @@ def test_tasks_that_no_machine_has(spread, tasks):
     else:
         with pytest.raises(UserError, match="does not add up to"):
             discovery.find(environ)
-
-
-def test_without_tensorflow():
-    """The launcher and a failing start must not wait for it."""
-    code = "import sys, tfdist.cluster.discovery; sys.exit('tensorflow' in sys.modules or 'keras' in sys.modules)"
-    assert processes.run([sys.executable, "-c", code], real=True).returncode == 0

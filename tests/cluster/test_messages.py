@@ -4,16 +4,11 @@ import copy
 import hmac
 import json
 import math
-import selectors
-import socket
-import threading
 
 import pytest
 
 from tfdist.cluster import registration, watch, wire
-from tfdist.cluster.watch import Watch
 from tfdist.launch import node_agent
-from tfdist.launch.worker_process import Events
 
 WORKER = dict(kind="worker", rank=1, facts={"a": "b"}, host="h", pid=3, address="h:1", nproc=1)
 NODE = WORKER | dict(kind="node", facts={"--jit": "on"}, address="", nproc=2)
@@ -102,36 +97,6 @@ def test_every_field_is_checked(reader, message):
 
 def keys(holder):
     return holder if isinstance(holder, dict) else range(len(holder))
-
-
-def test_another_node_that_speaks_nonsense_is_lost():
-    """Not the launcher, which was ended by a KeyError."""
-    near, far = socket.socketpair(socket.AF_UNIX)
-    with near, far, Events() as events:
-        connection = object.__new__(wire.Connection)  # its constructor sets an option of TCP
-        connection.__dict__ |= dict(
-            lost=None, _socket=far, _buffer=bytearray(), longest=1000, _sending=threading.Lock()
-        )
-        link = node_agent.NodeLink(connection, registration.Member(**NODE), events, node_agent.EVENTS)
-        near.sendall(b'{"event": "ended"}\n{"event": "exit"}\n')
-        while not link.lost:
-            events.wait(30)
-        assert link.take() == [{"event": "ended"}]
-        assert link.lost == "it sent what no process of tfdist sends"
-
-
-def test_another_worker_that_speaks_nonsense_is_lost():
-    with wire.listen("127.0.0.1", 0) as listener:
-        near = socket.create_connection(listener.getsockname())
-        far = listener.accept()[0]
-    with near, far:
-        watch = Watch(0, ("h", "i"), {1: wire.Connection(far)}, 10, 10)
-        near.sendall(b'{"gather": 0, "label": "x"}\n')
-        with selectors.DefaultSelector() as watch._selector:
-            watch._selector.register(watch._connections[1], selectors.EVENT_READ)
-            assert watch._selector.select(30)
-            watch._read(1)
-        assert watch.failure == "lost worker 1 (i): it sent what no process of tfdist sends"
 
 
 def test_what_differs_is_printed_escaped():

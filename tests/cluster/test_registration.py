@@ -388,50 +388,27 @@ LOSSES = [  # what workers 0, 1 and 2 do, their exit codes, and what those with 
      r"lost worker 1 \(HOST\): it stopped: bad labels"),
     ("chief fails", ["peers.fail('bad labels', 2)", "peers.gather('x')", "stuck()"], [2, 1, 1],
      r"lost worker 0 \(HOST\): it stopped: bad labels"),
-    (
-        "other calls",
-        ["peers.gather('x')", "peers.gather('y')", "peers.gather('x')"],
-        [1, 1, 1],
-        (
-            r"failed: worker \d \(HOST\) is at '[xy]' while worker \d \(HOST\) is at '[xy]': every worker must make "
-            r"the same calls"
-        ),
-    ),
+    ("other calls", ["peers.gather('x')", "peers.gather('y')", "peers.gather('x')"], [1, 1, 1],
+     r"failed: worker \d \(HOST\) is at '[xy]' while worker \d \(HOST\) is at '[xy]': every worker must make "),
     ("exits in the middle", ["peers.gather('x')", "sys.exit(0)", "peers.gather('x')"], [1, ANY, 1],
      r"failed: worker \d \(HOST\) is at .* every worker must make the same calls"),
-    (
-        "finishes early",
-        ["peers.doing('call', 5); stuck()", "peers.leave()", "peers.doing('call', 5); stuck()"],
-        [1, 1, 1],
-        r"lost worker 1 \(HOST\): it has finished while the others wait for it",
-    ),
-    (
-        "stuck in Python",
-        ["peers.doing('call', 5); stuck()", "peers.doing('python', 5); time.sleep(99)", "peers.gather('x')"],
-        [1, 1, 1],
-        r"lost worker 1 \(HOST\): stuck in Python for \d+ s after update 5 \(--stall_timeout\)",
-    ),
+    ("finishes early", ["peers.doing('call', 5); stuck()", "peers.leave()", "peers.doing('call', 5); stuck()"],
+     [1, 1, 1], r"lost worker 1 \(HOST\): it has finished while the others wait for it"),
+    ("stuck in Python",
+     ["peers.doing('call', 5); stuck()", "peers.doing('python', 5); time.sleep(99)", "peers.gather('x')"], [1, 1, 1],
+     r"lost worker 1 \(HOST\): stuck in Python for \d+ s after update 5 \(--stall_timeout\)"),
     ("stuck together", ["peers.doing('call', 7); stuck()"] * 3, [1, 1, 1],
      r"tfdist: failed: no worker has finished a call for \d+ s since update 7 \(--stall_timeout\)"),
     ("a message without its parts", ["stuck()", "peers.watch.send({'beat': 'call'}); stuck()", "stuck()"], [1, 1, 1],
      r"lost worker 1 \(HOST\): it sent what no process of tfdist sends|lost worker 0 \(HOST\): its process ended"),
     ("a watch that breaks", ["peers.watch._check = None; stuck()", "stuck()", "stuck()"], [1, 1, 1],
      r"the watch on the other workers has failed: TypeError|lost worker 0 \(HOST\): (its process ended|it stopped)"),
-    (
-        "killed while others keep back what is printed",
-        [
-            "os.kill(os.getpid(), 9)",
-            *["pass\nfrom tfdist.cluster import standard_error\nwith standard_error.kept():\n  stuck()"] * 2,
-        ],
-        [-9, 1, 1],
-        r"tfdist: failed: lost worker 0 \(HOST\): its process ended",
-    ),
-    (
-        "threads that wait for ever",
-        ["peers.gather('x')", "os.kill(os.getpid(), 9)", "threading.Thread(target=stuck).start(); peers.gather('x')"],
-        [1, -9, 1],
-        r"failed: lost worker 1 \(HOST\): its process ended",
-    ),
+    ("killed while others keep back what is printed", ["os.kill(os.getpid(), 9)",
+     *["pass\nfrom tfdist.cluster import standard_error\nwith standard_error.kept():\n  stuck()"] * 2], [-9, 1, 1],
+     r"tfdist: failed: lost worker 0 \(HOST\): its process ended"),
+    ("threads that wait for ever",
+     ["peers.gather('x')", "os.kill(os.getpid(), 9)", "threading.Thread(target=stuck).start(); peers.gather('x')"],
+     [1, -9, 1], r"failed: lost worker 1 \(HOST\): its process ended"),
 ]  # fmt: skip
 
 
@@ -553,34 +530,19 @@ STALLS = [  # at 100 s, with 10 s allowed
     (states(r0=("call", 11), r1=("python", 11)), {}, (1, "stuck in Python for 11 s after update 4 (--stall_timeout)")),
     (states(r0=("python", 11), r1=("waiting", 11)), {}, (0,
                                                          "stuck in Python for 11 s after update 4 (--stall_timeout)")),
-    (
-        states(r0=("call", 11), r1=("call", 11)),
-        {},
-        (None, "no worker has finished a call for 11 s since update 4 (--stall_timeout)"),
-    ),
-    (
-        states(r0=("call", 11), r1=("waiting", 12)),
-        {1: "the weights after update 4"},
-        (
-            1,
-            "it is at 'the weights after update 4' while others have been in a call for 11 s since update 4 "
-            "(--stall_timeout): every worker must have as much data, and make the same calls",
-        ),
-    ),
-    (
-        states(r0=("call", 11)) | {1: heartbeat.State("waiting", 5, 88.0)},
-        {1: "update 5"},
-        (None, "no worker has finished a call for 11 s since update 4 (--stall_timeout)"),
-    ),
+    (states(r0=("call", 11), r1=("call", 11)), {},
+     (None, "no worker has finished a call for 11 s since update 4 (--stall_timeout)")),
+    (states(r0=("call", 11), r1=("waiting", 12)), {1: "the weights after update 4"}, (1,
+     "it is at 'the weights after update 4' while others have been in a call for 11 s since update 4 "
+     "(--stall_timeout): every worker must have as much data, and make the same calls")),
+    (states(r0=("call", 11)) | {1: heartbeat.State("waiting", 5, 88.0)}, {1: "update 5"},
+     (None, "no worker has finished a call for 11 s since update 4 (--stall_timeout)")),
     (states(r0=("call", 50), r1=("compiling", 50)), {}, None),
     (states(r0=("call", 50), r1=("saving", 50)), {}, None),
     (states(r0=("starting", 50), r1=("waiting", 50)), {}, None),
     (states(r0=("waiting", 61), r1=("compiling", 61)), {}, (1, "compiling for 61 s after update 4 (--stall_timeout)")),
-    (
-        states(r0=("call", 11), r1=("waiting", 50)),
-        {1: heartbeat.END},
-        (1, "it has finished while the others wait for it: every worker must make the same updates"),
-    ),
+    (states(r0=("call", 11), r1=("waiting", 50)), {1: heartbeat.END},
+     (1, "it has finished while the others wait for it: every worker must make the same updates")),
     (states(r0=("call", 9), r1=("waiting", 50)), {1: heartbeat.END}, None),
     (states(r0=("python", 50), r1=("waiting", 50)), {1: heartbeat.END}, None),
     (states(r0=("call", 50), r1=("waiting", 50), r2=("python", 50)), {1: heartbeat.END}, None),

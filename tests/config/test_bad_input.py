@@ -231,8 +231,6 @@ def test_known_without_tensorflow(files, tmp_path):
 @pytest.mark.parametrize("environ, message", [
     ({"HOROVOD_RANK": "0"}, "HOROVOD_SIZE"),
     ({"TF_CONFIG": json.dumps({"cluster": {"chief": ["a:1"], "worker": ["b:1"]}})}, "TF_CONFIG"),
-    ({"TF_CONFIG": "{"}, "TF_CONFIG"),
-    ({"TF_CONFIG": "[]"}, "TF_CONFIG"),
 ])  # fmt: skip
 def test_auto_says_what_it_found(environ, message, run, files):
     assert message in one_line(run("tfdist.train", path=str(files), **environ))
@@ -301,8 +299,6 @@ WITH_TENSORFLOW = cases("""
 --config.train.class_weight=11=2.0 => unknown class '11' in train.class_weight: did you mean '1'? Known are 0, 1, 2
 --config.train.class_weight=balanced --config.data.name=stdlib_text =>
     train.class_weight='balanced' is for data with one class per example: leave it out
---config.train.patience=1 --config.train.monitor=val_auc =>
-    train.monitor=val_auc is not measured: choose one of accuracy, loss, val_accuracy, val_loss
 --profile=880:901 => --profile=880:901 is beyond the run's 900 updates: choose earlier ones
 --dry_run --config.data.name=mnist => data set 'mnist' is not in
 --dry_run --resume=require => --resume=require, and there is no checkpoint in runs/digits/checkpoints
@@ -313,8 +309,6 @@ WITH_TENSORFLOW = cases("""
 --dry_run --config.checkpoint.best=val_auc =>
     checkpoint.best=val_auc is not measured: choose one of accuracy, loss, val_accuracy, val_loss
 '--config.eval.every=10 steps' => eval.every='10 steps' is not a whole number of epochs of 30 updates
---config.checkpoint.best=val_auc =>
-    checkpoint.best=val_auc is not measured: choose one of accuracy, loss, val_accuracy, val_loss
 """)
 
 
@@ -361,7 +355,7 @@ def test_a_loss_that_is_not_finite_fails_the_run(run, tmp_path):
     assert not (tmp_path / "out" / "model.keras").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.whole), signal.SIGTERM])
 def test_a_signal_stops_after_the_call_and_saves(number, run, tmp_path):
     process = run(
         "tfdist.train", "--config.model.name=mlp", "--config.train.epochs=100000", "--workdir=out", popen=True
@@ -432,13 +426,8 @@ def test_a_bucket_is_a_place_if_its_package_is_there(url, tmp_path, monkeypatch)
         ask()
     assert not list(tmp_path.iterdir())
     scheme = url.partition(":")[0]
-    for bad in (
-        f"{scheme}://bucket",
-        f"{scheme}://bucket/",
-        f"{scheme}:///run",
-        f"{scheme}://b//x",
-        f"{scheme}://b/../x",
-    ):
+    for rest in ("bucket", "bucket/", "/run", "b//x", "b/../x"):
+        bad = f"{scheme}://{rest}"
         for ask in anywhere(bad):
             with pytest.raises(UserError, match=f"={bad} names no folder in a bucket: write {scheme}://bucket/folder"):
                 ask()

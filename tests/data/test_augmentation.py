@@ -25,8 +25,7 @@ def picture(height=24, width=20, channels=3, seed=0):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("flop",
-         r"unknown operation 'flop' in data.augment: did you mean 'flip'\? Known are flip, vertical_flip, crop"),
+        ("flop", r"unknown operation 'flop' in data.augment: did you mean 'flip'\? Known are flip, vertical_flip"),
         ("crop", r"data.augment: crop has 0 arguments: write crop\(padding\)"),
         ("flip(1)", "data.augment: flip has 1 arguments: write flip"),
         ("randaugment(2)", r"randaugment has 1 arguments: write randaugment\(layers, magnitude\)"),

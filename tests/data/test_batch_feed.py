@@ -170,12 +170,16 @@ def drawing(kind):
         "python": lambda: random.random(),
     }
     random.seed(7)
-    change = {
+    of_python = lambda draw: (
+        lambda x: x + tf.ensure_shape(tf.numpy_function(lambda: np.float32(draw()), [], "float32"), [])
+    )
+    changes = {
         "layer": lambda x: layer(x, training=True),
         "generator": lambda x: x + generator.normal(tf.shape(x)),
         "operation": lambda x: tf.image.random_brightness(x, 3.0, seed=2),
-    }.get(kind, lambda x: x + tf.ensure_shape(tf.numpy_function(lambda: np.float32(noise[kind]()), [], "float32"), []))
-    change = tf.function(change) if kind == "global" else change
+        **{name: of_python(draw) for name, draw in noise.items()},
+    }
+    changes["global"] = tf.function(changes["global"])
 
     def examples():
         yield from ((row + of_numpy.normal(), row[0, 0]) for row in x)
@@ -184,12 +188,18 @@ def drawing(kind):
     if kind == "python examples":
         data = tf.data.Dataset.from_generator(examples, output_signature=data.element_spec)
     else:
-        data = data.map(lambda x, y: (change(x), y))
-    return data.batch(8, drop_remainder=kind == "numpy")
+        for name in kind.split(" and "):
+            data = data.map(lambda x, y, change=changes[name]: (change(x), y))
+    return data.batch(8, drop_remainder="numpy" in kind)
+
+
+DRAWS = ["layer and generator and operation", "numpy and global and python", "python examples"]
+"""The draws of TensorFlow's, those of functions of Python's, and those of a generator of Python's."""
+ALONE = [pytest.param(kind, marks=pytest.mark.whole) for kinds in DRAWS[:2] for kind in kinds.split(" and ")]
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", ["layer", "generator", "operation", "numpy", "global", "python", "python examples"])
+@pytest.mark.parametrize("kind", [*DRAWS, *ALONE])
 @pytest.mark.parametrize("replicas, steps", [(1, None), (2, None), (2, 4)])
 def test_what_a_data_set_draws_is_what_it_draws_for_keras(connect, tmp_path, kind, replicas, steps):
     """Looks at the first batch drew, and reading ahead did so by an amount that depended on the time."""

@@ -16,24 +16,13 @@ def rows(text):
     return [(name, numbers[0], numbers[-1] + 1) for name, numbers in parts]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "train",
-        "test",
-        "train[:90%]",
-        "train[90%:]",
-        "train[10%:20%]",
-        "train[100:]",
-        "train[:-50]",
-        "train[-50:]",
-        "train[5:6]",
-        "test[:50%]",
-        "train[:-10%]",
-        "train+test",
-        "train[:3]+test[5:]+train[7:]",
-    ],
+SPLITS = (
+    "train test train[:90%] train[90%:] train[10%:20%] train[100:] train[:-50] train[-50:] train[5:6] test[:50%] "
+    "train[:-10%] train+test train[:3]+test[5:]+train[7:]"
 )
+
+
+@pytest.mark.parametrize("text", SPLITS.split())
 def test_as_tfds_means_it(text):
     infos = {
         name: tfds.core.SplitInfo(name=name, shard_lengths=[size], num_bytes=0, filename_template=template(name))
@@ -47,13 +36,8 @@ def test_as_tfds_means_it(text):
 
 
 def template(name):
-    return tfds.core.ShardedFileTemplate(
-        data_dir="/nowhere",
-        template="{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
-        dataset_name="d",
-        split=name,
-        filetype_suffix="tfrecord",
-    )
+    names = dict(template="{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}", dataset_name="d", filetype_suffix="tfrecord")
+    return tfds.core.ShardedFileTemplate(data_dir="/nowhere", split=name, **names)
 
 
 @pytest.mark.parametrize("size", range(1, 60))

@@ -50,20 +50,10 @@ def test_the_memory_lives_as_long_as_the_tensor(tmp_path):
     np.testing.assert_array_equal(tensor + 1, table() + 1)
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        table(),
-        table()[::2],
-        np.asfortranarray(table()),
-        table().astype(">f4"),
-        table()[1:, 1:],
-        table() > 50,
-        table(0),
-        table(3),
-        np.broadcast_to(table(1), [ROWS, 256]),
-    ],
-)
+@pytest.mark.parametrize("array", [
+    table(), table()[::2], np.asfortranarray(table()), table().astype(">f4"), table()[1:, 1:], table() > 50, table(0),
+    table(3), np.broadcast_to(table(1), [ROWS, 256]),
+])  # fmt: skip
 @pytest.mark.parametrize("writable", [True, False])
 def test_whatever_else_is_copied(array, writable):
     """And begins where a kernel with AVX-512 can read it: it would end the process over one that does not."""

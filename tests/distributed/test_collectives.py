@@ -58,7 +58,8 @@ def test_a_swap_of_two_weights_is_noticed(connect):
 def test_optimizers_that_have_come_apart_are_noticed(connect):
     """A learning rate or a slot of one replica ends in other weights; a weight in a number that is a mixture."""
     distribution, (x, y) = connect(2), CASE.data(61)
-    model, options = training_cases.build(CASE, distribution, "float32"), dict(distribution=distribution, verbose=0)
+    model = training_cases.build(CASE, distribution, "float32")
+    options = dict(distribution=distribution, verbose=0, check_agreement="off")
     tfdist.fit(model, x, y, **options)
     for variable in (model.optimizer.learning_rate, model.optimizer.variables[-1], model.layers[-1].kernel):
         of_optimizer = variable is not model.layers[-1].kernel
@@ -93,11 +94,9 @@ class Changes(keras.callbacks.Callback):
 )
 def test_a_weight_that_a_callback_changes_on_one_replica_is_noticed_at_the_end(connect, moment, when, tmp_path):
     model = training_cases.build(CASE, connect(2), "float32")
-    options = dict(distribution=connect(2), verbose=0, callbacks=[Changes(moment)])
+    options = dict(distribution=connect(2), verbose=0, callbacks=[Changes(moment)], check_agreement="off")
     checkpoints = tfdist.Checkpoints(tmp_path, every="1000 steps")
-    with pytest.raises(
-        TrainingError, match=f"no longer the same {when}: {model.layers[-1].kernel.path} differs on CPU:1"
-    ):
+    with pytest.raises(TrainingError, match=f"no longer the same {when}: {model.layers[-1].kernel.path} differs on"):
         tfdist.fit(model, *CASE.data(61), checkpoints=checkpoints, **options)
     assert bool(list(tmp_path.glob("[0-9]*"))) == (moment == "on_train_end")
 

@@ -45,25 +45,6 @@ def whole(tmp_path_factory, tfds_dir):
     return undisturbed_runs.ends(FLAGS, tmp_path_factory, tfds_dir)
 
 
-@pytest.fixture
-def hooked(tmp_path):
-    """Gives the variables with which a worker meets with a fault."""
-    shim = tmp_path / "shim"
-    shim.mkdir()
-    tests = os.path.dirname(os.path.dirname(os.path.abspath(fault_hook.__file__)))
-    (shim / "sitecustomize.py").write_text(
-        f"import sys\nsys.path.append({tests!r})\nfrom support import fault_hook\nfault_hook.main()\n"
-    )
-
-    def variables(moment, kind, victim, path):
-        given = {"FAULT": f"{moment}/{kind}/{victim}", "FAULT_FOLDER": str(tmp_path)}
-        if moment == "import":
-            given["NPY_FRESH"] = "1"  # a forked interpreter has imported it: with such a variable there is none
-        return given | {"PYTHONPATH": f"{shim}{os.pathsep}{path}"}
-
-    return variables
-
-
 def named(text, victim, kind):
     """Whether a line tells of the victim by its rank and host."""
     # By its address, where it has never come to tell its host.

@@ -265,9 +265,7 @@ def test_a_start_that_hangs_is_given_up(machine, monkeypatch):
 
 def test_tensorflows_own_word_without_a_tpu(machine):
     """The resolver proves nothing, and the start of the system says what TensorFlow without TPUs says."""
-    with pytest.raises(
-        tfdist.UserError, match=r"^--tpu=local cannot be used: this TensorFlow was built without TPUs; end"
-    ):
+    with pytest.raises(tfdist.UserError, match=r"^--tpu=local cannot be used: this TensorFlow was built without"):
         tpu.create("local", "asked for", 60)
 
 

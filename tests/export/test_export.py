@@ -272,9 +272,7 @@ def test_a_file_of_keras(tmp_path, monkeypatch):
     export.export(asked, ["saved_model"], tmp_path / "half", False)
     kind = json.loads((tmp_path / "half" / "export.json").read_text())["formats"]["saved_model"]
     assert kind["tolerance"] == formats_lib.HALF
-    with pytest.raises(
-        UserError, match=r"m.keras does not compute in float32, as onnx does: give the --workdir of its run"
-    ):
+    with pytest.raises(UserError, match=r"m.keras does not compute in float32, as onnx does: give the --workdir of"):
         export.export(asked, ["onnx"], tmp_path / "other", False)
     assert {p.name for p in tmp_path.iterdir()} == {"m.keras", "out", "half"}
 
@@ -361,9 +359,7 @@ def test_an_operation_that_a_format_does_not_know(tmp_path):
     asked = trained_model.ModelRequest("", str(tmp_path / "m.keras"), "", config.Experiment(), {})
     with pytest.raises(TrainingError, match=r"onnx was written and cannot be used \(.*\): leave onnx out of --formats"):
         export.export(asked, ["onnx"], tmp_path / "out", False)
-    with pytest.raises(
-        TrainingError, match=r"the model cannot be written as litert \(.*\): leave litert out of --formats"
-    ):
+    with pytest.raises(TrainingError, match=r"the model cannot be written as litert \(.*\): leave litert out of"):
         export.export(asked, ["litert"], tmp_path / "out", False)
     assert [p.name for p in tmp_path.iterdir()] == ["m.keras"]
 

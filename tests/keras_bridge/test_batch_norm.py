@@ -73,16 +73,8 @@ def test_left_to_keras(layer):
 
 def test_a_fit_agrees_with_keras():
     keras.utils.set_random_seed(0)
-    model = keras.Sequential(
-        [
-            keras.Input(X.shape[1:]),
-            L.Conv2D(4, 3),
-            L.BatchNormalization(),
-            L.Activation("tanh"),
-            L.Flatten(),
-            L.Dense(2),
-        ]
-    )
+    layers = [L.Conv2D(4, 3), L.BatchNormalization(), L.Activation("tanh"), L.Flatten(), L.Dense(2)]
+    model = keras.Sequential([keras.Input(X.shape[1:]), *layers])
     start, y = model.get_weights(), np.array([0, 1, 1, 0])
     ends = []
     for fit in (lambda m, **k: m.fit(X, y, **k), lambda m, **k: tfdist.fit(m, X, y, **k)):

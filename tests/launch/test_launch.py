@@ -580,21 +580,13 @@ ENDED = 0, {"event": "ended"}
         ([(0, signalled()), (3, exited(0, 143)), (3, exited(1, 143))], ["say", "stop"], 143, False),
         ([(0, signalled("SIGTERM")), (3, exited(0, -15)), (3, exited(1, 143))], ["say", "stop"], 143, False),
         ([(0, signalled()), (3, exited(0, 0)), (3, exited(1, 0))], ["say", "stop"], 0, False),
-        (
-            [(0, signalled()), (3, exited(0, 1)), (4, exited(1, 143))],
-            ["say", "stop", "end"],
-            1,
-            False,
-        ),  # others may save
+        # others may save
+        ([(0, signalled()), (3, exited(0, 1)), (4, exited(1, 143))], ["say", "stop", "end"], 1, False),
         ([(0, signalled()), (29, ENDED)], ["say", "stop"], 0, False),
         ([(0, signalled()), (31, exited(0, -9))], ["say", "stop", "kill", "say"], 137, False),
         ([(0, signalled()), (1, signalled()), (1, exited(0, -9))], ["say", "stop", "kill", "say"], 130, False),
-        (
-            [(0, signalled()), (1, signalled(node=1)), (2, exited(0, 143))],
-            ["say", "stop"],
-            143,
-            False,
-        ),  # srun tells all
+        # srun tells all
+        ([(0, signalled()), (1, signalled(node=1)), (2, exited(0, 143))], ["say", "stop"], 143, False),
         ([(0, signalled()), (1, signalled("SIGTERM")), (2, exited(0, 143))], ["say", "stop"], 143, False),
         ([(0, exited(0, 143)), (29, exited(1, 143))], [], 143, False),  # one was asked, all stop
         ([(0, exited(0, 143)), (31, exited(1, -9))], ["kill", "say"], 137, False),

@@ -96,23 +96,11 @@ def test_all_sections_and_the_key_figures(tmp_path):
     for title in ("Loss", "Accuracy", "Learning rate", "Gradient norm", "Throughput", "GPU load", "GPU memory", "CPU"):
         assert f"<b>{title}</b>" in page
     for said in (
-        "digits completed",
-        "120 updates of 48 examples on 2 replicas · 4 of 30 epochs",
-        "because 2 GPUs here",
-        "Loss 0.1234",
-        "Accuracy 0.9800",
-        "Time 61.5 s",
-        "Examples/s 1,234 steady state",
-        "Replicas 2 on 1 worker",
-        "Peak memory 812.3 MB",
-        "31.4 % of the peak (MFU)",
-        "waiting for input 35.0 %",
-        "35 % waiting for input",
-        "data.cache=memory",
-        "optimizer.learning_rate 0.01 0.0",
-        "resumed",
-        "rollback",
-    ):
+        "digits completed", "120 updates of 48 examples on 2 replicas · 4 of 30 epochs", "because 2 GPUs here",
+        "Loss 0.1234", "Accuracy 0.9800", "Time 61.5 s", "Examples/s 1,234 steady state", "Replicas 2 on 1 worker",
+        "Peak memory 812.3 MB", "31.4 % of the peak (MFU)", "waiting for input 35.0 %", "35 % waiting for input",
+        "data.cache=memory", "optimizer.learning_rate 0.01 0.0", "resumed", "rollback",
+    ):  # fmt: skip
         assert said in text, said
 
 

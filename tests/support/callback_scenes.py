@@ -200,10 +200,10 @@ class OfWorker(keras.utils.PyDataset):
         return self._batches[number]
 
 
-def shuffled(distribution, folder, names=None):
-    """What comes of data sets with and without a seed; of those in `names`, or all."""
-    found, options = {}, {"distribution": distribution, "check_agreement": "off"}
-    for name, call in {
+def shuffled(distribution, folder, name):
+    """What comes of a data set with or without a seed."""
+    options = {"distribution": distribution, "check_agreement": "off"}
+    call = {
         "fit": lambda model: fit(model, batches(None), distribution=distribution, epochs=2, verbose=0),
         "evaluate": lambda model: tfdist.evaluate(model, batches(None), **options),
         "predict": lambda model: tfdist.predict(model, batches(None), **options),
@@ -222,20 +222,17 @@ def shuffled(distribution, folder, names=None):
         "another row": lambda model: fit(
             model, of_worker(distribution.rank, 30), distribution=distribution, steps_per_call=1
         ),
-    }.items():
-        if names and name not in names:
-            continue
-        model = plain(distribution)
-        tf.random.set_seed(None)  # else what has no seed of its own would be the same everywhere
-        try:
-            call(model)
-            found[name] = training_cases.weights(model)
-        except tfdist.UserError as error:
-            found[name] = str(error)
-    return found
+    }[name]
+    model = plain(distribution)
+    tf.random.set_seed(None)  # else what has no seed of its own would be the same everywhere
+    try:
+        call(model)
+        return training_cases.weights(model)
+    except tfdist.UserError as error:
+        return str(error)
 
 
-def ended(distribution, folder):
+def ended(distribution, folder, name):
     """The message of each worker where the last one's data ends earlier, and goes on with data that ends alike."""
 
     def some(count):
@@ -243,22 +240,21 @@ def ended(distribution, folder):
         yield from ((x[i : i + 12], y[i : i + 12]) for i in range(0, 12 * count, 12))
 
     options = {"distribution": distribution, "verbose": 0, "check_agreement": "off"}
-    calls = {
+    call = {
         "fit": lambda model, count: fit(model, some(count), **options),
         "several updates a call": lambda model, count: fit(
             model, some(count), steps_per_epoch=4, steps_per_call=8, **options
         ),
         "evaluate": lambda model, count: tfdist.evaluate(model, some(count), **options),
         "predict": lambda model, count: tfdist.predict(model, some(count), **options),
-    }
-    found, model = {}, plain(distribution)
-    for name, call in calls.items():
-        try:
-            call(model, 3 if distribution.rank == distribution.workers - 1 else 4)
-            found[name] = "nothing was noticed"
-        except (tfdist.UserError, tfdist.TrainingError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-        call(model, 4)
+    }[name]
+    model = plain(distribution)
+    try:
+        call(model, 3 if distribution.rank == distribution.workers - 1 else 4)
+        found = "nothing was noticed"
+    except (tfdist.UserError, tfdist.TrainingError) as error:
+        found = f"{type(error).__name__}: {error}"
+    call(model, 4)
     return found
 
 
@@ -359,5 +355,13 @@ def refusal(function, *arguments):
         return str(error)
 
 
-SCENES = {"writers": writers, "backup": backup, "shuffled": shuffled, "stopped": stopped, "measured": measured}
-SCENES |= {"forked": forked, "changed": changed, "ended": ended, "on_batch": on_batch}
+SCENES = {"writers": writers, "backup": backup, "stopped": stopped, "measured": measured, "forked": forked}
+SCENES |= {"changed": changed, "on_batch": on_batch}
+SCENES_BY_NAME = {"shuffled": shuffled, "ended": ended}
+"""Scenes of several names each, such as `shuffled seeded`."""
+
+
+def found(name, distribution, folder):
+    """What a scene finds."""
+    kind, _, rest = name.partition(" ")
+    return SCENES_BY_NAME[kind](distribution, folder, rest) if rest else SCENES[kind](distribution, folder)

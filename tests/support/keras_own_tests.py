@@ -40,11 +40,8 @@ EXCEPTIONS = [
         "an epoch has steps_per_epoch updates (docs/python.md): Keras' is shorter where the data ends within it, and "
         "longer where steps_per_execution does not divide it",
         "*",
-        (
-            "test_fit_flow_steps_per_epoch_*",
-            "test_*steps_per_epoch_*not_match_*",
-            "test_steps_per_execution_*match_multi_epoch_*",
-        ),
+        ("test_fit_flow_steps_per_epoch_*", "test_*steps_per_epoch_*not_match_*",
+         "test_steps_per_execution_*match_multi_epoch_*"),
     ),
     Except("the last batch of an epoch has its own number in callbacks, and not that of one which steps_per_execution "
            "would have had; and a smaller one is a call of its own", "*", ("test_steps_per_execution_*steps_count_*",)),

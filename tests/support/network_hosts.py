@@ -81,6 +81,25 @@ def start(tmp_path, tfds_dir):
         psutil.wait_procs(left, timeout=GONE_S)
 
 
+@pytest.fixture
+def hooked(tmp_path):
+    """Gives the variables with which a worker meets with a fault, see `fault_hook`."""
+    shim = tmp_path / "shim"
+    shim.mkdir()
+    tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    (shim / "sitecustomize.py").write_text(
+        f"import sys\nsys.path.append({tests!r})\nfrom support import fault_hook\nfault_hook.main()\n"
+    )
+
+    def variables(moment, kind, victim, path):
+        given = {"FAULT": f"{moment}/{kind}/{victim}", "FAULT_FOLDER": str(tmp_path)}
+        if moment == "import":
+            given["NPY_FRESH"] = "1"  # a forked interpreter has imported it: with such a variable there is none
+        return given | {"PYTHONPATH": f"{shim}{os.pathsep}{path}"}
+
+    return variables
+
+
 def needs(package, *programs):
     """Skips the test where a program is not installed."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])

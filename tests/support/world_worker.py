@@ -69,7 +69,7 @@ def scene(name):
     """What a scene of `callback_scenes` finds."""
     from support import callback_scenes
 
-    return callback_scenes.SCENES[name](DISTRIBUTION, FOLDER)
+    return callback_scenes.found(name, DISTRIBUTION, FOLDER)
 
 
 def zero(name):

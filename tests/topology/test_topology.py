@@ -77,9 +77,7 @@ def test_what_xla_cannot_compile_is_named():
     made = keras.Model(words, L.Dense(3)(length(words)))
     made.compile("sgd", "mse")
     data = np.ones((8, 1), "int32"), np.ones((8, 3), "float32")
-    with pytest.raises(
-        UserError, match=r"layer 'as_text' takes text, and replicas compute with numbers in static shapes"
-    ):
+    with pytest.raises(UserError, match=r"layer 'as_text' takes text, and replicas compute with numbers in static"):
         exported(made, 1, 8, data)
 
 
@@ -142,9 +140,7 @@ def test_topologies_by_name():
 
 
 def test_without_the_compilers_the_line_says_how_to_get_them(nowhere):
-    with pytest.raises(
-        UserError, match="--topology=h100x2 needs the compilers for cuda, which are not installed: run "
-    ):
+    with pytest.raises(UserError, match="--topology=h100x2 needs the compilers for cuda, which are not installed"):
         compiler.compiled(program.Program("", 1, [], [], 1, []), known.find("h100x2"))
 
 

@@ -94,22 +94,16 @@ def test_resumed_it_ends_the_same(connect, tmp_path):
         checkpoints = tfdist.Checkpoints(tmp_path / "checkpoints", every="1000 steps")
         again += 1
         try:
-            made, found = train(
-                connect(1),
-                stopping := Patience("val_loss", 2),
-                checkpoints=checkpoints,
-                should_stop=training_cases.StopAt(5),
-                steps_per_call=3,
-            )
+            stopping, stop = Patience("val_loss", 2), training_cases.StopAt(5)
+            made, found = train(connect(1), stopping, checkpoints=checkpoints, should_stop=stop, steps_per_call=3)
             break
         except Interrupted:
             assert again < 50
     assert again > 2
     assert (found.history, fingerprint(made), stopping.reason) == (history.history, fingerprint(whole), reason)
     # and once more, when it had ended already
-    made, _ = train(
-        connect(1), stopping := Patience("val_loss", 2), checkpoints=tfdist.Checkpoints(tmp_path / "checkpoints")
-    )
+    checkpoints = tfdist.Checkpoints(tmp_path / "checkpoints")
+    made, _ = train(connect(1), stopping := Patience("val_loss", 2), checkpoints=checkpoints)
     assert (fingerprint(made), stopping.reason) == (fingerprint(whole), reason)
 
 
@@ -230,8 +224,6 @@ def test_by_number_and_by_name():
         objective.class_weights("cta=3", loaded([0, 1], 2, ("dog", "cat")))
     with refused(r"unknown class '4' in train.class_weight"):
         objective.class_weights("4=3", loaded([0, 1]))
-    assert objective._described({0: 1.5, 1: 0.25}, ("dog",)) == "dog 1.5, 1 0.25"
-    assert objective._described({i: i + 1.0 for i in range(20)}, ()).startswith("19 20, 18 19, ")
 
 
 @pytest.mark.parametrize("y, classes", [(np.zeros((4, 7), int), 4), (np.zeros(4), None), (np.zeros(4), 4)])

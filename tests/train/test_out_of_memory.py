@@ -108,11 +108,8 @@ def test_it_goes_on_with_smaller_micro_batches_and_the_same_result(
 @pytest.mark.parametrize(
     "options, message",
     [
-        pytest.param(
-            dict(),
-            r"out of memory \(.*allocating tensor.*, at 24 examples at a time: train.accumulate=2 needs less of it",
-            marks=pytest.mark.whole,
-        ),
+        pytest.param(dict(), r"out of memory \(.*allocating tensor.*, at 24 examples at a time: train.accumulate=2",
+                     marks=pytest.mark.whole),
         pytest.param(dict(accumulate=24, most=0),
                      r"at 1 example at a time, the fewest there can be: use a smaller model or more m",
                      marks=pytest.mark.whole),

@@ -439,10 +439,7 @@ def test_a_generator_goes_on_with_a_warning(connect, tmp_path, said):
         (dict(x=X, y=Y, class_weight={"a": 1.0}), "must map class numbers, .* got 'a': 1.0: replace names by the num"),
         (dict(x=X, y=Y, class_weight={-1: 1.0}), "must map class numbers, from 0 on"),
         (dict(x=X, y=Y, class_weight={0: "1"}), "to weights, got 0: '1'"),
-        (
-            dict(x=X, y=np.eye(3)[Y][:, None], class_weight={0: 2.0}),
-            r"and the targets have shape \[n, 1, 3\]: give sample",
-        ),
+        (dict(x=X, y=np.eye(3)[Y][:, None], class_weight={0: 2.0}), r"and the targets have shape \[n, 1, 3\]"),
         (dict(x=X, y=np.stack([Y, Y], 1), class_weight={0: 2.0}), r"class_weight takes one class .* shape \[n, 2\]"),
         (dict(x=X, y=Y, class_weight=[1.0, 2.0, 3.0]), "class_weight must be a dict, got list"),
         (dict(x=Y.astype(str), y=Y), "does not fit the model's inputs .Cast string to float is not supported.: change"),

@@ -133,6 +133,7 @@ def flipped(tmp_path):
     return flip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("number", [0, 4])
 @pytest.mark.parametrize("cache", ["auto", "stream"])
 def test_a_record_with_a_flipped_bit_is_named(cache, number, flipped):
