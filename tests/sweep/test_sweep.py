@@ -84,13 +84,14 @@ def test_samples():
     """They are the same in every order of trials, of the field's type, and as the folder's name says them."""
     fields = space.parse("optimizer.learning_rate=log:1e-4:1e-1; train.batch_size=uniform:16:64; seed=1,2")
     search = runner.Search(fields, BASE, trials=20, sampler="random")
+    made = search.preview()
     study = search.study()
-    made = [search.ask(study, i)[1] for i in range(20)]
     assert [search.ask(study, i)[1] for i in reversed(range(20))] == made[::-1]
     rates, sizes, seeds = (sorted(c[name] for c in made) for name in fields)
     assert 1e-4 <= rates[0] < 1e-3 < 1e-2 < rates[-1] <= 0.1 and all(type(rate) is float for rate in rates)
     assert 16 <= sizes[0] < 32 < 48 < sizes[-1] <= 64 and all(type(size) is int for size in sizes)
     assert set(seeds) == {1, 2} and all(len(space.folder(c)) < 80 for c in made)
+    assert len(runner.Search(fields, BASE, trials=20).preview()) == 10, "TPE chooses the others by the results"
 
 
 def test_all_combinations():
@@ -424,12 +425,13 @@ def test_a_real_run(run, tmp_path, tfds_dir):
     """The commands are those of `tfdist.train`."""
     base = ["--config=digits_mlp", "--config.train.epochs=0", "--config.train.steps=9", "--strategy=default"]
     asked = [*base, "--over=optimizer.learning_rate=0.01; model.options='units=16','units=8'"]
+    shown = run("tfdist.sweep", *asked, "--dry_run").stdout.splitlines()
     done = run("tfdist.sweep", *asked, TFDS_DATA_DIR=str(tfds_dir))
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs/sweep-digits_mlp"
     first, row = json.loads((folder / "sweep.json").read_text())["rows"]
     assert (row["status"], row["updates"]) == ("completed", 9) and row["evaluation"]["accuracy"] > 0
-    assert all(" -m tfdist.train " in row["command"] for row in (first, row))
+    assert shown == [f"# {first['name']}", first["command"], f"# {row['name']}", row["command"]]
     assert "sweep.html" in done.stdout and "report.html" in (folder / "sweep.html").read_text()
     experiment = json.loads((tmp_path / row["folder"] / "experiment.json").read_text())
     assert (experiment["model"]["options"], experiment["train"]["steps"]) == ("units=8", 9)
@@ -439,8 +441,10 @@ def test_a_real_run(run, tmp_path, tfds_dir):
 def test_real_runs_of_sampled_values(run, tmp_path):
     base = ["--config=digits_mlp", "--config.train.epochs=2", "--strategy=default", "--trials=2", "--prune"]
     asked = [*base, "--over=optimizer.learning_rate=log:1e-3:1e-1", "--metric=accuracy"]
+    shown = run("tfdist.sweep", *asked, "--dry_run").stdout.splitlines()
     done = run("tfdist.sweep", *asked)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "runs/sweep-digits_mlp/sweep.json").read_text())["rows"]
+    assert shown == [line for row in rows for line in (f"# {row['name']}", row["command"])]
     assert all(row["status"] == "completed" and row["evaluation"]["accuracy"] > 0 for row in rows) and len(rows) == 2
     assert not done.stderr, "Optuna says nothing of its own"

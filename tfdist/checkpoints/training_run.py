@@ -103,7 +103,10 @@ def restore(
     if state is None:
         return None, {}
     if not run.virtual_replicas:  # else `arithmetic` has it
-        _log_other_kernels(run.distribution, state.get("cpu_kernels"))
+        made, kernels = state.get("cpu_kernels"), cpu_kernels.in_use()
+        if run.distribution.device_kind == "CPU" and made not in (None, kernels):
+            what = f"the checkpoint was made with --cpu_kernels={made} and this run has {kernels}"
+            logger.info(f"{what}: it goes on, and agrees to rounding")
     optimizer = keras_internals.inner_optimizer(model.optimizer)
     setting = keras_internals.rate_setting(optimizer)
     rate = setting if isinstance(setting, keras.Variable) else None
@@ -214,15 +217,6 @@ def restore_callbacks(callbacks: keras.callbacks.CallbackList, states: dict[str,
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             what = f"the checkpoint has no state that the callback {name} can go on with ({one_line(error, 120)})"
             raise UserError(what, "use the code that it was taken with, or move that checkpoint away") from error
-
-
-def _log_other_kernels(distribution: Distribution, before: str | None) -> None:
-    here = cpu_kernels.in_use()
-    if distribution.device_kind == "CPU" and before not in (None, here):
-        logger.info(
-            f"the checkpoint was made with --cpu_kernels={before} and this run has {here}: it goes on, "
-            "and agrees to rounding"
-        )
 
 
 def _assign(variable: keras.Variable, value: float) -> None:

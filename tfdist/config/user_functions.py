@@ -134,7 +134,9 @@ def note_files() -> None:
             writes = set(mode) & set("wax+") if isinstance(mode, str) else opened & (os.O_WRONLY | os.O_RDWR)
             if path.startswith(here) and writes:
                 WRITTEN.add(path.removeprefix(here))
-                _list_result(path.removeprefix(here))
+                for file in _RESULTS if name.endswith(_SETTINGS) else ():
+                    with contextlib.suppress(OSError), file.open("a") as listed:
+                        listed.write(f"{path.removeprefix(here)}\n")
             elif path.startswith(here) and name.endswith(_SETTINGS) and is_users(path) and _opens_for_user():
                 _READ[path.removeprefix(here)] = pathlib.Path(path)
 
@@ -144,12 +146,6 @@ def note_files() -> None:
 def list_results(file: pathlib.Path) -> None:
     """Lists in a file, from now on, the settings that are written: results, for which the next start takes them."""
     _RESULTS[file] = set(file.read_text().splitlines()) if file.exists() else set()
-
-
-def _list_result(name: str) -> None:
-    for file in _RESULTS if name.endswith(_SETTINGS) else ():
-        with contextlib.suppress(OSError), file.open("a") as opened:
-            opened.write(f"{name}\n")
 
 
 def _opens_for_user() -> bool:

@@ -227,20 +227,16 @@ class ArrayFeed(Feed):
         return keras.tree.map_structure(lambda t: tf.gather(t, rows[number, : counts[number]]), self._table)
 
     def _of_epoch(self, epoch: int) -> tuple:
+        """Returns [batches, layout.batch] row numbers of the global batches, -1 behind the last, and their lengths."""
         if self._seed is None:
             epoch = 0
         if self._rows[0] != epoch:
+            batch = self._layout.batch
+            rows = np.arange(self._size, dtype=np.int32) if self._seed is None else order(self._seed, epoch, self._size)
+            rows = np.pad(rows, (0, self.batches * batch - self._size), constant_values=-1).reshape(-1, batch)
             with tf.device("CPU:0"):
-                rows = tf.convert_to_tensor(self._layout_rows(epoch))
-                self._rows = epoch, (rows, tf.convert_to_tensor(self._counts))
+                self._rows = epoch, (tf.convert_to_tensor(rows), tf.convert_to_tensor(self._counts))
         return self._rows[1]
-
-    def _layout_rows(self, epoch: int) -> np.ndarray:
-        """Returns [batches, layout.batch] row numbers of the whole global batches; -1 behind the last."""
-        batch = self._layout.batch
-        rows = np.arange(self._size, dtype=np.int32) if self._seed is None else order(self._seed, epoch, self._size)
-        missing = self.batches * batch - self._size
-        return np.pad(rows, (0, missing), constant_values=-1).reshape(-1, batch)
 
 
 class _Memory:

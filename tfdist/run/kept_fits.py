@@ -31,7 +31,7 @@ from tfdist.data import batches
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, TrainingError, UserError, one_line
 from tfdist.keras_bridge import keras_internals, setups
-from tfdist.keras_bridge.object_digests import digest, of_object
+from tfdist.keras_bridge.setups import digest, of_object
 from tfdist.monitoring import fit_report
 from tfdist.trainer.worker_session import Signals
 

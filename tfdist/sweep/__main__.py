@@ -27,14 +27,14 @@ from tfdist import config
 from tfdist.compare import trial
 from tfdist.config import field_syntax, runtime_options, schedule, validation
 from tfdist.config.commands import command_line
-from tfdist.errors import UserError
+from tfdist.errors import UserError, shown
 from tfdist.sweep import results, space
 
 OF_ALL_RUNS = (
     "strategy", "devices", "virtual_devices", "tpu", "threads", "cpu_kernels", "jit", "check_agreement", "tensorboard",
 )  # fmt: skip
 """Environment flags that are handed on to every run."""
-_OWN = ("over", "trials", "sampler", "prune", "parallel", "metric", "workdir", *OF_ALL_RUNS)
+_OWN = ("over", "trials", "sampler", "prune", "parallel", "metric", "workdir", "dry_run", *OF_ALL_RUNS)
 
 
 def searched(values: flags.FlagValues, experiment: config.Experiment) -> space.Space:
@@ -98,8 +98,12 @@ def _run(argv: list[str]) -> int:
     search = runner.Search(fields, experiment, metric, values.trials, values.sampler, values.prune)
     gpus = trial.find_hardware(values.devices, os.environ).gpus if values.parallel > 1 else ()
     where = runner.places(values.parallel, gpus, sorted(os.sched_getaffinity(0)))
+    make = command(values, path)
+    if values.dry_run:
+        print("\n".join(f"# {shown(t.name)}\n{t.shell()}" for t in map(make, search.preview())))
+        return 0
     command_line.clean_up_when_ended()
-    return runner.Sweep(f"{experiment.name} over {', '.join(fields)}", search, command(values, path), path, where).run()
+    return runner.Sweep(f"{experiment.name} over {', '.join(fields)}", search, make, path, where).run()
 
 
 def main() -> None:
@@ -114,6 +118,7 @@ def main() -> None:
     metric = "By which runs are compared; empty: the loss with --trials, else accuracy where that is measured."
     flags.DEFINE_string("metric", "", metric)
     flags.DEFINE_string("workdir", "", "Folder for the runs; runs/sweep-<experiment name> if empty.")
+    flags.DEFINE_bool("dry_run", False, "Print the commands, and start nothing.")
     parse = functools.partial(command_line.parse, own=_OWN)
     command_line.main(_run, parse, "interrupted")
 

@@ -83,6 +83,11 @@ def of_loss_functions(y, p):
     return losses.mean_squared_error(y, p) + 0.5 * losses.log_cosh(y, p)
 
 
+def hardest(y, p):
+    """Needs some rows, as in online hard example mining."""
+    return ops.mean(ops.top_k(ops.mean(ops.square(y - p), -1), 6)[0])
+
+
 def across_the_batch(y, p):
     """Correlation over the batch, which is not a mean over examples."""
     y, p = y - ops.mean(y, 0), p - ops.mean(p, 0)
@@ -267,6 +272,7 @@ PROGRAMS = [
     loss("function of loss objects", lambda: of_loss_objects, numbers),
     loss("function of loss functions", lambda: of_loss_functions, weighed(numbers)),
     loss("function across the batch", lambda: across_the_batch, numbers),
+    loss("function of the hardest rows", lambda: hardest, numbers),
     loss("function with negatives of the batch", lambda: in_batch_negatives, numbers),
     loss("own class", lambda: Pinball(0.8, name="pinball"), weighed(numbers), precision="float64"),
     loss("own __call__", lambda: OwnCall(), numbers),
