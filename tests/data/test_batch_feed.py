@@ -89,6 +89,26 @@ def test_a_resume_of_a_training_that_began_later_reads_no_more_than_it_had(unkno
     assert read(resumed, 10, 2)[1] == expected[1:]
 
 
+def test_what_is_read_ahead_moves_no_order_on(connect):
+    """How far that had come, when a first fit ended, decided the order of a second one."""
+    counted = []
+
+    def count(row):
+        counted.append(int(row))
+        return np.float32([row / 40])
+
+    def rows_read(steps):
+        made = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        made.compile("sgd", "mse")
+        rows = tf.data.Dataset.range(40).shuffle(4, seed=1)
+        rows = rows.map(lambda i: (tf.ensure_shape(tf.numpy_function(count, [i], tf.float32), [1]), 0.0))
+        counted.clear()
+        tfdist.fit(made, rows.repeat().batch(4), steps_per_epoch=steps, verbose=0, distribution=connect(1))
+        return len(counted)
+
+    assert rows_read(13) - rows_read(1) == 12 * 4
+
+
 def test_a_shuffle_that_two_data_sets_read():
     one, kept = data(3), tf.data.Dataset.range(9).shuffle(9, seed=1, reshuffle_each_iteration=False)
     assert batches.share_order(one.skip(1), one.take(1).map(lambda x, y: (x, y)))

@@ -25,6 +25,8 @@ from tfdist.data.spec import Structure
 from tfdist.errors import UserError
 
 _COMPARED, _ENTRIES = 2**16, 1024  # entries of a batch, and of each of its rows, that a checksum looks at, about
+_NOT_AHEAD = tf.data.Options()
+_NOT_AHEAD.experimental_optimization.inject_prefetch = False
 _EMPTY = 8  # batches, from the first on, of which one must have rows
 _FACTOR = 0x1E3779B97F4A7C15  # Odd, with many bits set
 
@@ -175,7 +177,8 @@ class BatchFeed(Feed):
         self.batches = source.batches
         self._source, self._layout = source, layout
         self._draws = bool(draws.drawn(source.dataset, set()))
-        once = once or (not across and (self._draws or draws.begins_anew(source.dataset)))  # or draws would be ahead
+        anew = self._draws or draws.begins_anew(source.dataset) or _orders(source.dataset)
+        once = once or (not across and bool(anew))  # or draws and orders would be ahead
         self._stored = source.dataset
         if (self.batches or (across and self.batches is None)) and not once:
             # A new iterator per epoch would start with empty buffers; one that repeats goes on reading.
@@ -183,6 +186,7 @@ class BatchFeed(Feed):
         self._endless = not once and (across or self.batches is not None)
         sizes = {spec.shape[0] for spec in tf.nest.flatten(source.specs)}
         self._full = layout.even and sizes == {layout.batch}
+        self._reads_ahead = not _moves_on(self._stored)
         self._order = BatchOrder()
         self._keeps, self._kept = False, dict[int, tuple]()  # batches by their updates
         # Updates whose batch the iterator gave first, with which the epoch began, and up to which it has been read.
@@ -204,7 +208,7 @@ class BatchFeed(Feed):
             stored = self._order.watched(stored).map(own, tf.data.AUTOTUNE)
         elif decode:
             stored = stored.map(decode, tf.data.AUTOTUNE)
-        return stored.prefetch(tf.data.AUTOTUNE)
+        return stored.prefetch(tf.data.AUTOTUNE) if self._reads_ahead else stored.with_options(_NOT_AHEAD)
 
     def next(self, update: int, limit: int) -> FeedCall:
         if self._iterator is None:
@@ -387,6 +391,12 @@ def share_order(one: object, other: object) -> bool:
 def _orders(dataset: tf.data.Dataset) -> set[int]:
     moves = "Shuffle" in type(dataset).__name__ and getattr(dataset, "_reshuffle_each_iteration", None) is not False
     return ({id(dataset)} if moves else set()).union(*map(_orders, dataset._inputs()))
+
+
+def _moves_on(dataset: tf.data.Dataset) -> bool:
+    """Returns whether how far a data set is read decides the order of its next reading: a shuffle() is repeated."""
+    repeats = "Repeat" in type(dataset).__name__ and bool(_orders(dataset))
+    return repeats or any(map(_moves_on, dataset._inputs()))
 
 
 def checksum(parts: Structure) -> tf.Tensor:

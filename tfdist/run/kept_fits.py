@@ -144,7 +144,10 @@ class KeptFits:
             raise SystemExit(143) from None
         finally:
             self._depth -= 1
-        self._end_random(folder, record, arguments)
+        if record["end"] is not None:
+            _set_random_state(record["end"])
+        # A later call may write the same file, which the script has loaded between the two.
+        self._write(folder, record | {"end": _random_state(), "files": _checksums(_written(arguments))})
         if where.is_chief:
             self._prune(folder)
         return history
@@ -219,13 +222,6 @@ class KeptFits:
             logger.info(f"the script drew other random numbers before call {self._number} of fit: its data may differ")
             _set_random_state(before["begin"])
         return before
-
-    def _end_random(self, folder: pathlib.Path, record: dict[str, Any], arguments: Mapping[str, Any]) -> None:
-        """Sets them as they were when the call ended, and records that, and what callbacks have written."""
-        if record["end"] is not None:
-            _set_random_state(record["end"])
-        # A later call may write the same file, which the script has loaded between the two.
-        self._write(folder, record | {"end": _random_state(), "files": _checksums(_written(arguments))})
 
     def _write(self, folder: pathlib.Path, record: dict[str, Any]) -> None:
         """Writes the record of a call, or warns; the script may still save what it trains."""

@@ -189,7 +189,11 @@ class EquivalenceProbe:
         order = tf.constant(some or range(self.count), tf.int32)
         order = order[::-1] if backwards else order
         before: list[tuple[tf.Variable, np.ndarray]] = []
-        counted = _python_numbers(self.model) if tf.config.functions_run_eagerly() else []
+        counted = list[tuple[object, str, float]]()  # attributes of what the user has written that are numbers
+        if tf.config.functions_run_eagerly():
+            things = [*keras_internals.flat_layers(self.model), *keras_internals.compiled_with(self.model)]
+            own = [thing for thing in things if user_functions.is_own(type(thing)) and hasattr(thing, "__dict__")]
+            counted = [(t, name, n) for t in own for name, n in vars(t).items() if type(n) in (int, float)]
         try:
             with step_calls.eagerly(self._keras_only), self._unchanged():
                 function = self._function(whole)
@@ -382,13 +386,6 @@ class EquivalenceProbe:
         finally:
             np.random.set_state(of_numpy)
             random.setstate(of_python)
-
-
-def _python_numbers(model: keras.Model) -> list[tuple[object, str, float]]:
-    """Returns the attributes that are numbers of what the user has written: (owner, name, value)."""
-    things = [*keras_internals.flat_layers(model), *keras_internals.compiled_with(model)]
-    own = [thing for thing in things if user_functions.is_own(type(thing)) and hasattr(thing, "__dict__")]
-    return [(thing, name, n) for thing in own for name, n in vars(thing).items() if type(n) in (int, float)]
 
 
 def _name(variable: tf.Variable) -> str:
