@@ -200,10 +200,10 @@ def _held(part: Any, is_own: bool) -> tuple[dict[str, Any], list[tuple[str, Any]
         stored = lambda *names: user_functions.stored(v for n, v in of_classes if n in names)[0]
         passing = stored("call") - stored("__init__", "build")  # such as the seconds that a call took
         lasting = lambda n, v: not isinstance(v, containers) and n not in passing
-        held = {n: v for n, v in held.items() if lasting(n, v) and _is_constant(v, named(n))}
+        held = {n: v for n, v in held.items() if lasting(n, v) and is_constant(v, named(n))}
     changing, containers = user_functions.stored(value for _, value in of_classes)
     kept = [(n, v) for n, v in of_classes if n not in changing and not isinstance(v, containers)]
-    return held, [(n, v) for n, v in kept if _is_constant(v, named(n))]
+    return held, [(n, v) for n, v in kept if is_constant(v, named(n))]
 
 
 def attributes(part: object) -> dict[str, Any]:
@@ -217,10 +217,10 @@ def _stored_by_keras(kinds: tuple[type, ...]) -> set[str]:
     return user_functions.stored(v for kind in kinds if not user_functions.is_own(kind) for v in vars(kind).values())[0]
 
 
-def _is_constant(value: Any, counts: bool = False) -> bool:
+def is_constant(value: Any, counts: bool = False) -> bool:
     """Returns whether a value is no symbol, time, path or address; nor a count or text, unless with `counts`."""
     if isinstance(value, list | tuple | dict):
-        return all(_is_constant(v, counts) for v in (value.values() if isinstance(value, dict) else value))
+        return all(is_constant(v, counts) for v in (value.values() if isinstance(value, dict) else value))
     if isinstance(value, int | float):
         since_start = _BEGUN - 10 < value <= time.monotonic() and value != round(value, 4)
         if since_start or abs(value - time.time()) < 1e7:
@@ -314,7 +314,7 @@ def _setup(thing: Any, left_out: set[str]) -> object:
     with contextlib.suppress(Exception):
         names = inspect.signature(type(thing)).parameters
         given = {name: getattr(thing, name, None) for name in names if name not in left_out}
-        made |= {name: v for name, v in given.items() if not isinstance(v, str) or _is_constant(v, True)}
+        made |= {name: v for name, v in given.items() if not isinstance(v, str) or is_constant(v, True)}
         if "min_delta" in made:  # whose sign Keras changes in the first fit of a callback
             made["min_delta"] = abs(made["min_delta"])
     with contextlib.suppress(Exception):
@@ -343,6 +343,6 @@ def _is_read(value: Any) -> bool:
     if inspect.isfunction(function := user_functions.unwrapped(value)):
         return user_functions.is_own(function)
     if isinstance(value, int | float | str | bytes):
-        return _is_constant(value, True)
+        return is_constant(value, True)
     whose = value.__self__ if inspect.ismethod(value) else value
     return not callable(value) or isinstance(value, keras.Layer | functools.partial) or _is_object(whose)

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import pathlib
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -115,12 +114,14 @@ class Report(Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         logs = {name: v for name, v in (logs or {}).items() if isinstance(v, (int, float, np.number, np.ndarray))}
-        speed = self._of_epoch.seconds
-        learning = learning_rate(self.model) if self.model.optimizer else None
-        rate = {"examples_per_second": self._of_examples / speed if speed else None}
+        speed = self._of_examples / self._of_epoch.seconds if self._of_epoch.seconds else None
+        rate = learning_rate(self.model) if self.model.optimizer else None
         line = {"epoch": epoch + 1, "updates": self._updates, "seconds": round(time.monotonic() - self._begun, 3)}
-        self._lines.append(strict(line | rate | {"learning_rate": learning} | logs))
-        self._show_on_board(self._lines[-1], logs)
+        self._lines.append(strict(line | {"examples_per_second": speed, "learning_rate": rate} | logs))
+        if self._board is None:
+            self._board = Board(self._folder.path / "tensorboard" / f"call_{self._number:04d}")
+            self._board.begin(self._before)
+        self._board.scalars(self._updates, {**logs, "learning_rate": rate, "speed/examples_per_second": speed})
         self._write_if_cheap()
 
     def on_train_end(self, logs=None):
@@ -152,13 +153,6 @@ class Report(Callback):
         if self._board:
             self._board.close()
         self._board = None
-
-    def _show_on_board(self, line: Mapping[str, Any], logs: Mapping[str, Any]) -> None:
-        if self._board is None:
-            self._board = Board(self._folder.path / "tensorboard" / f"call_{self._number:04d}")
-            self._board.begin(self._before)
-        speed = {"learning_rate": line["learning_rate"], "speed/examples_per_second": line["examples_per_second"]}
-        self._board.scalars(line["updates"], {**logs, **speed})
 
     def _update(self) -> None:
         """Brings the record of the running call up to date."""

@@ -31,7 +31,7 @@ from tfdist.data import batches
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, TrainingError, UserError, one_line
 from tfdist.keras_bridge import keras_internals, setups
-from tfdist.keras_bridge.setups import digest, of_object
+from tfdist.keras_bridge.setups import digest, is_constant, of_object
 from tfdist.monitoring import fit_report
 from tfdist.trainer.worker_session import Signals
 
@@ -275,26 +275,31 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _round(code: Container[pathlib.Path]) -> str:
-    """Returns a digest of where functions of these files are running, and of variables of the loops that they are in.
-
-    Of variables text, integers and arrays: other numbers may be times.
-    """
-    told = lambda value: all(isinstance(a, str | int | np.integer | np.ndarray) for a in keras.tree.flatten(value))
-    found = list[tuple[str, Any]]()
+    """Returns a digest of where functions of these files are running, of their arguments, and of variables of loops."""
+    found = list[tuple[str, list]]()
     for frame, line in traceback.walk_stack(None):
-        path, values = pathlib.Path(frame.f_code.co_filename), frame.f_globals | frame.f_locals
-        if (path := path.resolve()) not in code:
+        path = pathlib.Path(frame.f_code.co_filename).resolve()
+        if path not in code:
             continue
-        found.append((frame.f_code.co_name, frame.f_lasti))  # which comments and empty lines leave as it is
-        names = set[str]()
-        for node in ast.walk(user_functions.tree(path)):
-            if getattr(node, "lineno", line + 1) <= line <= getattr(node, "end_lineno", line):
-                rounds: list[ast.AST] = [part.target for part in getattr(node, "generators", ())]
-                rounds += [node.target] if isinstance(node, ast.For) else []
-                rounds += [node.test] if isinstance(node, ast.While) else []
-                names |= {n.id for part in rounds for n in ast.walk(part) if isinstance(n, ast.Name)}
-        found += [(name, values[name]) for name in sorted(names & values.keys())]
-    return digest([(name, value if told(value) else type(value).__name__) for name, value in found])
+        nodes = [n for n in ast.walk(user_functions.tree(path)) if isinstance(n, ast.stmt | ast.expr)]
+        around = [n for n in nodes if n.lineno <= line <= (n.end_lineno or 0)]
+        parts = [part.target for node in around for part in getattr(node, "generators", ())]
+        parts += [n.target if isinstance(n, ast.For) else n.test for n in around if isinstance(n, ast.For | ast.While)]
+        loops = {node.id for part in parts for node in ast.walk(part) if isinstance(node, ast.Name)}
+        arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
+        values = frame.f_globals | frame.f_locals
+        found.append((frame.f_code.co_name, [frame.f_lasti]))  # which comments and empty lines leave as it is
+        found += [(name, _told(values[name], name in loops)) for name in sorted({*loops, *arguments} & values.keys())]
+    return digest(found)
+
+
+def _told(value: Any, in_loop: bool) -> list:
+    """Returns numbers, texts and arrays of a variable; of an argument no paths, and none of an object like `self`."""
+    if user_functions.is_users_object(value):
+        value = user_functions.attributes(value) if in_loop else ()
+    leaves = [leaf.item() if isinstance(leaf, np.generic) else leaf for leaf in keras.tree.flatten(value)]
+    told = [leaf for leaf in leaves if isinstance(leaf, str | int | float | np.ndarray)]
+    return [leaf for leaf in told if (in_loop and isinstance(leaf, str)) or is_constant(leaf, True)]  # nor times
 
 
 def _checksums(names: Iterable[str]) -> dict[str, str]:
