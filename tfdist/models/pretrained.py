@@ -89,7 +89,8 @@ def _places(file: h5py.Group) -> dict[Key, str]:
 
     file.visititems(visit)
     chains = []
-    for place in sorted(layer_of, key=_natural):
+    pieces = lambda part: [(int(p), "") if p.isdigit() else (0, p) for p in re.split(r"(\d+)", part)]
+    for place in sorted(layer_of, key=lambda place: [*map(pieces, place.split("/"))]):  # `dense_10` behind `dense_9`
         parts = layer_of[place].split("/") if layer_of[place] else []
         around = ["/".join(parts[: i + 1]) for i in range(len(parts))]
         chains.append((tuple(labels[a] for a in around if labels.get(a)), place.rpartition("/")[2], place))
@@ -134,12 +135,6 @@ def _keys(chains: Iterable[tuple[tuple[str, ...], str, str]]) -> dict[Key, str]:
 
 def _base(name: str) -> str:
     return re.sub(r"_\d+$", "", name)
-
-
-def _natural(place: str) -> list[list[tuple[int, str]]]:
-    """Sorts `dense_10` behind `dense_9`."""
-    pieces = [re.split(r"(\d+)", part) for part in place.split("/")]
-    return [[(int(p), "") if p.isdigit() else (0, p) for p in part] for part in pieces]
 
 
 def _layers(keys: Iterable[Key]) -> str:

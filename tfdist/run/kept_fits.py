@@ -90,9 +90,8 @@ class KeptFits:
         where, facts = self._distribution, _facts(model, arguments)
         facts["place"] = f"{where.device_kind} {cpu_kernels.in_use()} {where.name} {where.replicas}"
         told = [self._next_number(facts), facts, uuid.uuid4().hex, _written(arguments)]
-        left_out = -self._number - 1
-        self._number, facts, mark, written = where.peers.gather("a call of fit", told)[0]
-        left_out += self._number
+        number, facts, mark, written = where.peers.gather("a call of fit", told)[0]
+        left_out, self._number = number - self._number - 1, number
         folder = self._fits / f"{self._number:04d}"
         before, own = self._recorded(folder, written), _not_kept(arguments)
         if own and not before and not self._warned:
@@ -157,13 +156,14 @@ class KeptFits:
 
         A script may leave out calls whose result it finds on the disk.
         """
-        later = sorted(n for path in self._fits.glob("[0-9]*") if (n := int(path.name)) > self._number)
+        known = map(int, filter(str.isdigit, (path.name for path in self._fits.glob("*"))))
+        later = sorted(number for number in known if number > self._number)
         read = lambda n: (local_files.read_object(self._fits / f"{n:04d}" / RECORD) or {}).get("facts", {})
         for number in later:
             if read(number).get(ROUND, facts[ROUND]) == facts[ROUND]:
                 return number
-        known = read(later[0]) if later else {}
-        edited = any(known.get(name, fact) != fact for name, fact in facts.items() if name.startswith(CODE))
+        there = read(later[0]) if later else {}
+        edited = any(there.get(name, fact) != fact for name, fact in facts.items() if name.startswith(CODE))
         # Of a script that was edited, whose calls are elsewhere now, it is compared, and refused.
         return later[0] if later and (edited or self._options.resume_changed) else max([self._number, *later]) + 1
 
@@ -287,19 +287,22 @@ def _round(code: Container[pathlib.Path]) -> str:
         parts += [n.target if isinstance(n, ast.For) else n.test for n in around if isinstance(n, ast.For | ast.While)]
         loops = {node.id for part in parts for node in ast.walk(part) if isinstance(node, ast.Name)}
         arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
-        values = frame.f_globals | frame.f_locals
+        values = {**frame.f_globals, **frame.f_locals}
         found.append((frame.f_code.co_name, [frame.f_lasti]))  # which comments and empty lines leave as it is
         found += [(name, _told(values[name], name in loops)) for name in sorted({*loops, *arguments} & values.keys())]
     return digest(found)
 
 
 def _told(value: Any, in_loop: bool) -> list:
-    """Returns numbers, texts and arrays of a variable; of an argument no paths, and none of an object like `self`."""
-    if user_functions.is_users_object(value):
+    """Returns numbers and text of a variable, without times; of one in a loop also paths, and arrays of integers."""
+    if user_functions.is_users_object(value):  # such as `self`, which may gather anything
         value = user_functions.attributes(value) if in_loop else ()
     leaves = [leaf.item() if isinstance(leaf, np.generic) else leaf for leaf in keras.tree.flatten(value)]
-    told = [leaf for leaf in leaves if isinstance(leaf, str | int | float | np.ndarray)]
-    return [leaf for leaf in told if (in_loop and isinstance(leaf, str)) or is_constant(leaf, True)]  # nor times
+    leaves = [os.fspath(leaf) if isinstance(leaf, os.PathLike) else leaf for leaf in leaves]
+    any_kind = (str, np.ndarray) if in_loop else ()
+    told = [a for a in leaves if isinstance(a, any_kind) or (isinstance(a, str | int | float) and is_constant(a, True))]
+    told = [f"{a:.6g}" if isinstance(a, float) else a for a in told]  # devices differ in the last bits
+    return [a for a in told if not isinstance(a, np.ndarray) or a.dtype.kind in "biu"]
 
 
 def _checksums(names: Iterable[str]) -> dict[str, str]:
