@@ -133,7 +133,7 @@ def test_layers_that_draw_without_a_seed_of_their_own_draw_on_or_it_is_told(draw
     whole = run()
     assert run(stop=5, checkpoints=kept(tmp_path, every="1000 steps")) is None
     resumed = run(checkpoints=kept(tmp_path, every="1000 steps"))
-    told = [line for line in said if "may draw by RandomStandardNormal, whose state is in no checkpoint" in line]
+    told = [line for line in said if "draws from, what no checkpoint holds (RandomStandardNormal)" in line]
     assert (resumed == whole, len(told)) == ((True, 0) if draw is keras.random.normal else (False, 2))
 
 

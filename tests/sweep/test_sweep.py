@@ -84,14 +84,13 @@ def test_samples():
     """They are the same in every order of trials, of the field's type, and as the folder's name says them."""
     fields = space.parse("optimizer.learning_rate=log:1e-4:1e-1; train.batch_size=uniform:16:64; seed=1,2")
     search = runner.Search(fields, BASE, trials=20, sampler="random")
-    made = search.preview()
     study = search.study()
+    made = [search.ask(study, i)[1] for i in range(20)]
     assert [search.ask(study, i)[1] for i in reversed(range(20))] == made[::-1]
     rates, sizes, seeds = (sorted(c[name] for c in made) for name in fields)
     assert 1e-4 <= rates[0] < 1e-3 < 1e-2 < rates[-1] <= 0.1 and all(type(rate) is float for rate in rates)
     assert 16 <= sizes[0] < 32 < 48 < sizes[-1] <= 64 and all(type(size) is int for size in sizes)
     assert set(seeds) == {1, 2} and all(len(space.folder(c)) < 80 for c in made)
-    assert len(runner.Search(fields, BASE, trials=20).preview()) == 10, "TPE chooses the others by the results"
 
 
 def test_all_combinations():
@@ -441,10 +440,9 @@ def test_a_real_run(run, tmp_path, tfds_dir):
 def test_real_runs_of_sampled_values(run, tmp_path):
     base = ["--config=digits_mlp", "--config.train.epochs=2", "--strategy=default", "--trials=2", "--prune"]
     asked = [*base, "--over=optimizer.learning_rate=log:1e-3:1e-1", "--metric=accuracy"]
-    shown = run("tfdist.sweep", *asked, "--dry_run").stdout.splitlines()
+    assert run("tfdist.sweep", *asked, "--dry_run").returncode == 2
     done = run("tfdist.sweep", *asked)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "runs/sweep-digits_mlp/sweep.json").read_text())["rows"]
-    assert shown == [line for row in rows for line in (f"# {row['name']}", row["command"])]
     assert all(row["status"] == "completed" and row["evaluation"]["accuracy"] > 0 for row in rows) and len(rows) == 2
     assert not done.stderr, "Optuna says nothing of its own"

@@ -134,9 +134,10 @@ def note_files() -> None:
             writes = set(mode) & set("wax+") if isinstance(mode, str) else opened & (os.O_WRONLY | os.O_RDWR)
             if path.startswith(here) and writes:
                 WRITTEN.add(path.removeprefix(here))
-                for file in _RESULTS if name.endswith(_SETTINGS) else ():
-                    with contextlib.suppress(OSError), file.open("a") as listed:
-                        listed.write(f"{path.removeprefix(here)}\n")
+                for file, names in _RESULTS.items() if name.endswith(_SETTINGS) else ():
+                    with contextlib.suppress(OSError, ValueError), file.open("a") as listed:
+                        listed.write(f"{path.removeprefix(here)}\n" * (path.removeprefix(here) not in names))
+                    names.add(path.removeprefix(here))
             elif path.startswith(here) and name.endswith(_SETTINGS) and is_users(path) and _opens_for_user():
                 _READ[path.removeprefix(here)] = pathlib.Path(path)
 

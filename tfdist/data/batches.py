@@ -176,9 +176,9 @@ class BatchFeed(Feed):
     def __init__(self, source: Batches, layout: Layout, once: bool = False, across: bool = False):
         self.batches = source.batches
         self._source, self._layout = source, layout
-        self._draws = bool(draws.drawn(source.dataset, set()))
-        anew = self._draws or draws.begins_anew(source.dataset) or _orders(source.dataset)
-        once = once or (not across and bool(anew))  # or draws and orders would be ahead
+        self.draws = bool(draws.drawn(source.dataset, set()))
+        anew = self.draws or draws.begins_anew(source.dataset) or bool(_orders(source.dataset))
+        once = once or (not across and anew)  # or draws and orders would be ahead
         self._stored = source.dataset
         if (self.batches or (across and self.batches is None)) and not once:
             # A new iterator per epoch would start with empty buffers; one that repeats goes on reading.
@@ -247,7 +247,7 @@ class BatchFeed(Feed):
         if not self._endless:
             for _ in range(epoch):
                 passed = iter(self._stored)
-                collections.deque(passed if self._draws else (), maxlen=0)  # to draw as often
+                collections.deque(passed if self.draws else (), maxlen=0)  # to draw as often
         self._iterator = None  # what it reads ahead is forgotten with it
         self._order.begin()
         self._began, self._first = update, update - begun
@@ -257,7 +257,7 @@ class BatchFeed(Feed):
     def restart(self) -> None:
         """Begins anew, unless one iterator serves all epochs."""
         if not self._endless:
-            if self._draws and self._iterator is not None and 0 < (self.batches or 0) <= self._end - self._first:
+            if self.draws and self._iterator is not None and 0 < (self.batches or 0) <= self._end - self._first:
                 collections.deque(self._iterator, maxlen=0)  # to draw for rows that make no batch, too
             self._iterator = None
 

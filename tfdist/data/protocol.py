@@ -55,6 +55,7 @@ class Feed:
     """
 
     batches: int | None  # global batches of an epoch; None if unknown, 0 if it has no end
+    draws = False  # whether functions of a data set draw from generators or variables
 
     def next(self, update: int, limit: int) -> FeedCall:
         """Returns at most `limit` batches from `update` on, none beyond its epoch."""
@@ -103,7 +104,7 @@ class StaticFeed(Feed):
 
     def __init__(self, inner: Feed, layout: Layout):
         self.inner, self._layout = inner, layout
-        self.batches = inner.batches
+        self.batches, self.draws = inner.batches, inner.draws
         self._ahead: list[Structure] = []  # batches that have been read for a call and belong to the next one
         self._shapes: list[list[int]] | None = None  # shapes of an example, the same for all
 

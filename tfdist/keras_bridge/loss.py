@@ -141,12 +141,11 @@ class Objective:
         if compiled is None:
             return []
         if not compiled.built:
-            often = lambda t: tf.repeat(t, _MANY, 0)
             try:
                 compiled(y, y_pred, None)  # Keras builds on its first call only
             except _MISFITS as error:
                 try:  # a loss that picks some of the rows needs several
-                    compiled(*keras.tree.map_structure(often, (y, y_pred)), None)
+                    compiled(*keras.tree.map_structure(lambda t: tf.repeat(t, 64, 0), (y, y_pred)), None)
                 except _MISFITS:
                     raise _misfit("loss does", y, y_pred, error) from error
             for entry in keras_internals.loss_entries(self._model()):
@@ -248,7 +247,6 @@ def _of_scalar(
     return value if loss.reduction == "sum" else value * _fraction(rows, count, value.dtype)
 
 
-_MANY = 64  # rows, of which a batch has as many at least where a loss picks some of them
 _MISFITS = ValueError, KeyError, TypeError, tf.errors.InvalidArgumentError, tf.errors.UnimplementedError
 
 

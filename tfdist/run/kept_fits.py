@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import copy
+import functools
 import glob
 import json
 import os
@@ -11,6 +12,7 @@ import random
 import re
 import shutil
 import sys
+import tempfile
 import traceback
 import uuid
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -37,7 +39,8 @@ from tfdist.trainer.worker_session import Signals
 
 FITS = "fits"
 RECORD = "call.json"
-ROUND = "the place of the call, or its round of the loops around it,"
+_STARTED_IN = os.getcwd()  # to which names of files in code are relative
+PLACE, ROUND = "the place of the call", "the round of the loops around the call"
 STARTING, CONTENT = "the starting state of the model", "the content of"
 MOST_BYTES = 10 << 30  # of the states of finished calls; those before the newest that fit in are trained again
 _SETTINGS = (
@@ -158,14 +161,15 @@ class KeptFits:
         """
         known = map(int, filter(str.isdigit, (path.name for path in self._fits.glob("*"))))
         later = sorted(number for number in known if number > self._number)
-        read = lambda n: (local_files.read_object(self._fits / f"{n:04d}" / RECORD) or {}).get("facts", {})
+        edited = self._options.resume_changed  # calls of an edited script are in other places
         for number in later:
-            if read(number).get(ROUND, facts[ROUND]) == facts[ROUND]:
+            there = facts | (local_files.read_object(self._fits / f"{number:04d}" / RECORD) or {}).get("facts", {})
+            edited |= any(there[name] != fact for name, fact in facts.items() if name.startswith(CODE))
+            if there[ROUND] == facts[ROUND] and (edited or there[PLACE] == facts[PLACE]):
                 return number
-        there = read(later[0]) if later else {}
-        edited = any(there.get(name, fact) != fact for name, fact in facts.items() if name.startswith(CODE))
-        # Of a script that was edited, whose calls are elsewhere now, it is compared, and refused.
-        return later[0] if later and (edited or self._options.resume_changed) else max([self._number, *later]) + 1
+        if later:
+            logger.info("the script makes a call of fit that is none of those recorded: it trains from its start")
+        return max([self._number, *later]) + 1
 
     def _reported(self, fit: Callable[..., Any], model: keras.Model, arguments: dict[str, Any]) -> Any:
         """Calls `fit` with the report as the last callback, whose name in checkpoints the script's own keep."""
@@ -265,7 +269,7 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
     facts["the setup of the callbacks"] = digest([of_object(callback, (), model) for callback in kept])
     data = {name: arguments.get(name) for name in ("x", "y", "sample_weight", "validation_data")}
     facts |= {f"{CONTENT} {name}": digest(part) for name, part in data.items() if _in_memory(part)}
-    facts[ROUND] = _round(code)
+    facts[PLACE], facts[ROUND] = _place_and_round(code)
     facts[STARTING] = digest(model.get_weights())
     if model.compiled:
         optimizer = keras_internals.inner_optimizer(model.optimizer)
@@ -274,23 +278,34 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _round(code: Container[pathlib.Path]) -> str:
-    """Returns a digest of where functions of these files are running, of their arguments, and of variables of loops."""
-    found = list[tuple[str, list]]()
+def _place_and_round(code: Container[pathlib.Path]) -> tuple[str, str]:
+    """Returns digests of where functions of these files are running, and of their arguments and variables of loops."""
+    places, found = list[tuple[str, int]](), list[tuple[str, list]]()
     for frame, line in traceback.walk_stack(None):
-        path = pathlib.Path(frame.f_code.co_filename).resolve()
+        path = pathlib.Path(_STARTED_IN, frame.f_code.co_filename).resolve()
         if path not in code:
             continue
-        nodes = [n for n in ast.walk(user_functions.tree(path)) if isinstance(n, ast.stmt | ast.expr)]
-        around = [n for n in nodes if n.lineno <= line <= (n.end_lineno or 0)]
-        parts = [part.target for node in around for part in getattr(node, "generators", ())]
-        parts += [n.target if isinstance(n, ast.For) else n.test for n in around if isinstance(n, ast.For | ast.While)]
-        loops = {node.id for part in parts for node in ast.walk(part) if isinstance(node, ast.Name)}
+        loops = {name for first, last, names in _loops(path) if first <= line <= last for name in names}
         arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
         values = {**frame.f_globals, **frame.f_locals}
-        found.append((frame.f_code.co_name, [frame.f_lasti]))  # which comments and empty lines leave as it is
+        places.append((frame.f_code.co_name, frame.f_lasti))  # which comments and empty lines leave as it is
         found += [(name, _told(values[name], name in loops)) for name in sorted({*loops, *arguments} & values.keys())]
-    return digest(found)
+    return digest(places), digest(found)
+
+
+@functools.cache
+def _loops(path: pathlib.Path) -> list[tuple[int, int, set[str]]]:
+    """Returns the first and last line of each loop of a file, and the names of its variables."""
+    found = []
+    nodes = [n for n in ast.walk(user_functions.tree(path)) if isinstance(n, ast.stmt | ast.expr)]
+    for node in nodes:
+        parts: list[ast.AST] = [part.target for part in getattr(node, "generators", ())]
+        parts += [node.target] if isinstance(node, ast.For) else []
+        if isinstance(node, ast.While):  # and what counts its rounds
+            parts += [node.test, *(n.target for n in ast.walk(node) if isinstance(n, ast.AugAssign))]
+        names = {n.id for part in parts for n in ast.walk(part) if isinstance(n, ast.Name)}
+        found += [(node.lineno, node.end_lineno or 0, names)] * bool(names)
+    return found
 
 
 def _told(value: Any, in_loop: bool) -> list:
@@ -301,8 +316,8 @@ def _told(value: Any, in_loop: bool) -> list:
     leaves = [os.fspath(leaf) if isinstance(leaf, os.PathLike) else leaf for leaf in leaves]
     any_kind = (str, np.ndarray) if in_loop else ()
     told = [a for a in leaves if isinstance(a, any_kind) or (isinstance(a, str | int | float) and is_constant(a, True))]
-    told = [f"{a:.6g}" if isinstance(a, float) else a for a in told]  # devices differ in the last bits
-    return [a for a in told if not isinstance(a, np.ndarray) or a.dtype.kind in "biu"]
+    odd = lambda a: str(a).startswith(tempfile.gettempdir()) or getattr(a, "dtype", np.dtype(int)).kind not in "biu"
+    return [f"{a:.6g}" if isinstance(a, float) else a for a in told if not odd(a)]  # devices differ in the last bits
 
 
 def _checksums(names: Iterable[str]) -> dict[str, str]:
@@ -365,7 +380,7 @@ def _check_same(number: int, here: Mapping[str, object], there: Mapping[str, obj
     # What else has changed says more than that the code has; the setup of the model holds optimizer and loss.
     odd = [n for n in sorted({**there, **here}, key=lambda n: n.startswith("the ")) if there.get(n) != here.get(n)]
     # Modules are loaded when they are needed, which a call that is left out may not have done.
-    odd = [name for name in odd if not name.startswith(CODE) or name in here.keys() & there.keys()]
+    odd = [name for name in odd if not name.startswith((CODE, PLACE, ROUND)) or name in here.keys() & there.keys()]
     if here["place"] != there.get("place"):  # where other devices may have computed them, to rounding
         odd = [name for name in odd if not name.startswith(("place", CONTENT, STARTING, setups.ENCLOSED))]
     if not odd:

@@ -119,39 +119,37 @@ def _logged(part: _Part, method: str, data: Structure) -> object:
         raise
 
 
-def create_weights(replica: Replica, data: tuple[Structure, ...]) -> None:
-    """Lets layers create their weights as the step calls them, which may give them other shapes than `call` does.
+def create_variables(replica: Replica, data: tuple[Structure, ...]) -> None:
+    """Lets layers and compiled metrics create their variables as the step calls them, which may be unlike `call`.
 
-    Replicas could not, while they are traced.
+    Replicas could not, while they are traced. Its forward passes are traced, for any number of rows.
     """
+
+    def measure(*values: tf.Tensor, **_: object) -> None:
+        with tf.init_scope():
+            measured[:] = [keras.tree.map_structure(lambda t: tf.zeros([n or 1 for n in t.shape], t.dtype), values[:2])]
+
+    measured = list[tuple[Structure, Structure]]()
+    zeros = lambda v: tf.zeros_like(tf.convert_to_tensor(v))
+    gradients = lambda tape, target, sources, *_, **__: keras.tree.map_structure(zeros, sources)
+    compiled = keras_internals.compiled_metrics(replica.model)
+    spec = lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype)
     left, unbuilt = 0, lambda: sum(not layer.built for layer in keras_internals.flat_layers(replica.model, False))
     while unbuilt() not in (0, left):
         left = unbuilt()
-        with replica.distribution.scope(), keras.StatelessScope():  # at whose end the weights are created
-            _trace(replica, data)
-
-
-def create_metrics(replica: Replica, data: tuple[Structure, ...]) -> None:
-    """Creates the variables of compiled metrics for what the step gives them, where `call` cannot tell."""
-
-    def measure(*values: tf.Tensor, **_: object) -> None:
-        zeros = lambda t: tf.zeros([size or 1 for size in t.shape], t.dtype)
-        with tf.init_scope():
-            measured.append(keras.tree.map_structure(zeros, values[:2]))
-
-    measured = list[tuple[Structure, Structure]]()
-    if compiled := keras_internals.compiled_metrics(replica.model):
-        with keras_internals.replaced("update_state", [(compiled, measure)]):
-            _trace(replica, data)
-        for targets, outputs in measured[-1:]:
+        with (
+            replica.distribution.scope(),
+            keras.StatelessScope(),  # at whose end the weights are created
+            keras_internals.optimizer_updates(lambda *_: None),
+            keras_internals.patched((tf.GradientTape, "gradient", lambda theirs: gradients)),
+            keras_internals.replaced("update_state", [(compiled, measure)] if compiled is not None else []),
+            contextlib.suppress(Exception),  # of what follows a layer that creates its weights
+        ):
+            given = keras.tree.map_structure(spec, replica.as_keras_gives(data))
+            tf.function(replica.model.train_step, autograph=False).get_concrete_function(given)
+    for targets, outputs in measured:
+        with replica.distribution.scope(), contextlib.suppress(ValueError):  # which is told where they are used
             metrics.create_variables(replica.model, targets, outputs)
-
-
-def _trace(replica: Replica, data: tuple[Structure, ...]) -> None:
-    """Traces the step as far as it can be traced here, where optimizers do nothing."""
-    idle = keras_internals.optimizer_updates(lambda *_: None)
-    with idle, contextlib.suppress(Exception):
-        tf.function(replica.model.train_step, autograph=False).get_concrete_function(replica.as_keras_gives(data))
 
 
 def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:

@@ -35,6 +35,8 @@ class Step:
             "test": preconditions.replaced(model, preconditions.EVALUATION),
         }
         self.distribution = distribution
+        # Whether its own step creates variables as it goes; it may count in Python how often it is run.
+        self._eagerly = bool(self.own_steps["train"]) and model.run_eagerly and distribution.replicas == 1
         self.part_names: list[str] = []  # names under which Keras logs the single losses; empty for fewer than two
         self.output_shape: tuple[int | None, ...] = ()  # of the first output, for one example
         self.by_rows = False  # whether an output of an example, or its shape, depends on the number of examples
@@ -103,10 +105,13 @@ class Step:
 
     def prepare_training(self) -> None:
         """Creates what only an update of the model's own creates: the variables of its optimizers."""
-        if self.own_steps["train"] and self.sample_rows is not None:
+        if self._eagerly:
+            if self.model.trainable_variables and self.model.optimizer and not self.model.optimizer.built:
+                self.model.optimizer.build(self.model.trainable_variables)
+        elif self.own_steps["train"] and self.sample_rows is not None:
             with self.distribution.peers.during("call"):
                 own_step.prepare(self.replica, self.sample_rows)
-        if not self.model.trainable_variables:  # Keras goes on there, too
+        if not self.model.trainable_variables and self.model.built:  # Keras goes on there, too
             logger.info("WARNING: the model has no trainable weights: no update changes it")
 
     def check_batches(self, kind: str, layout: Layout, counts: Iterable[int]) -> None:
@@ -181,9 +186,9 @@ class Step:
         model = self.model
         if not outputs_only:
             preconditions.created_in_scope(model, self.distribution)
-        if not outputs_only and self.own_steps["train"]:
-            self.replica.bare, rows = bare, _rows(data, keras_internals.fixed_batch(model) or SAMPLE_ROWS)
-            own_step.create_weights(self.replica, rows)
+        if not outputs_only and self.own_steps["train"] and not self._eagerly:
+            self.replica.bare = bare
+            own_step.create_variables(self.replica, _rows(data, keras_internals.fixed_batch(model) or SAMPLE_ROWS))
         x, y, _ = unpack(_rows(data, keras_internals.fixed_batch(model) or 1))
         with self.distribution.scope():
             try:
@@ -200,8 +205,6 @@ class Step:
                 return
             if outputs is not None:
                 self._create(y, outputs)
-            else:
-                own_step.create_metrics(self.replica, rows)
         # Anew: which variables have a regulariser is known only now.
         self.replica = Replica(model, self.distribution, self.replica.jit)
         self.replica.bare = bare

@@ -100,7 +100,9 @@ def _run(argv: list[str]) -> int:
     where = runner.places(values.parallel, gpus, sorted(os.sched_getaffinity(0)))
     make = command(values, path)
     if values.dry_run:
-        print("\n".join(f"# {shown(t.name)}\n{t.shell()}" for t in map(make, search.preview())))
+        if values.trials:
+            raise UserError("--dry_run lists combinations, and --trials samples values by results", "leave one out")
+        print("\n".join(f"# {shown(t.name)}\n{t.shell()}" for t in map(make, space.grid(fields))))
         return 0
     command_line.clean_up_when_ended()
     return runner.Sweep(f"{experiment.name} over {', '.join(fields)}", search, make, path, where).run()

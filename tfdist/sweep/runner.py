@@ -31,7 +31,6 @@ from tfdist.sweep import results, space
 from tfdist.sweep.space import Values
 
 RECORD, TABLE, PAGE, JOURNAL = "sweep.json", "sweep.md", "sweep.html", "study.journal"
-_STARTUP = 10  # trials that TPE samples at random, before it learns from them; Optuna's default
 _BATCH = "config.train.batch_size"
 Place = tuple[Mapping[str, str], Sequence[int]]
 """Environment variables and cores of one run at a time; no cores: all of them."""
@@ -85,13 +84,6 @@ class Search:
             if isinstance(choices, space.Range) and isinstance(choices.low, float):  # short, for the folder's name
                 values[name] = min(max(float(f"{values[name]:.6g}"), choices.low), choices.high)
         return asked, values
-
-    def preview(self) -> list[Values]:
-        """Returns the grid, or the samples that do not depend on results."""
-        if not self.trials:
-            return space.grid(self.space)
-        study, known = self.study(), self.trials if self.sampler == "random" else min(self.trials, _STARTUP)
-        return [self.ask(study, i)[1] for i in range(known)]
 
 
 def _distribution(choices: Sequence[Any] | space.Range) -> distributions.BaseDistribution:

@@ -68,27 +68,19 @@ class CheckpointHook:
             yield
         foreign = layer_state.foreign(self._run.model, writes, generators=True)
         names = {write.variable.name.partition(":")[0] for write in foreign}
+        if self._run.model.run_eagerly or tf.config.functions_run_eagerly():
+            names |= {"Python"} if setups.runs_own(self._run.model, "train") else set()
+        else:
+            kinds = layer_state.kinds_of(call.get_concrete_function(*arguments).graph)
+            names |= {*layer_state.drawing(kinds), *kinds & layer_state.PYTHON}
         if names - self._foreign:
             self._checkpoints.cannot_hold(names)
+            what = f"writes, or draws from, what no checkpoint holds ({', '.join(sorted(names))})"
             logger.info(
-                "WARNING: the training step writes variables that belong to no layer of the model and are in no "
-                f"checkpoint ({', '.join(sorted(names))}): create them by add_weight, and generators as attributes "
-                "of the model, to resume with them"
+                f"WARNING: the training step {what}: use add_weight, generators that are attributes of the model, "
+                "keras.random, and tf.numpy_function(..., stateful=False) for Python that does not draw"
             )
         self._foreign |= names
-        if self._run.model.run_eagerly or tf.config.functions_run_eagerly():
-            kinds = {"Python code"} if setups.runs_own(self._run.model, "train") else set[str]()
-        else:
-            found = layer_state.kinds_of(call.get_concrete_function(*arguments).graph)
-            kinds = {*layer_state.drawing(found), *found & layer_state.PYTHON}
-        if kinds - self._foreign:
-            self._checkpoints.cannot_hold(kinds)
-            logger.info(
-                f"WARNING: the training step may draw by {', '.join(sorted(kinds))}, whose state is in no checkpoint: "
-                "a resume from one goes on with other numbers; draw by keras.random with a SeedGenerator of the layer, "
-                "and call Python that does not draw by tf.numpy_function(..., stateful=False)"
-            )
-        self._foreign |= kinds
 
     def limit(self, position: Position) -> float:
         """Returns how many updates there may be before the next checkpoint, or the next one to skip."""

@@ -106,7 +106,7 @@ class Evaluation:
     ):
         layout = sources.layout_of(source, batch, distribution, 1, least=False, virtual_replicas=virtual_replicas)
         self._feed, self.batches = _feed(source, layout, steps, "evaluate")
-        self._reader = source.reader
+        self._reader, self._steps = source.reader, steps
         self._step = step_calls.step_of(model, distribution, source, batch=layout.batch)
         preconditions.targets(model, self._step.output_shape, source)
         self._step.compiled("test", layout)  # refuses what cannot be evaluated
@@ -130,9 +130,13 @@ class Evaluation:
             self._feed.keep()
 
     def catch_up(self, runs: int) -> None:
-        """Reads on, before a resume, to where the order of a data set that shuffles is after so many runs."""
-        self._feed.resume(0, runs, 0)
-        self._reader.catch_up(runs, 0)
+        """Reads on, after a resume, to where the order of a data set that shuffles is after so many runs."""
+        if self._feed.draws and self._steps and runs:
+            logger.info("WARNING: steps read a part of validation_data, which draws other numbers after a resume")
+        elif runs:
+            self._feed.resume(0, runs, 0)
+        for _ in range(runs):
+            self._reader.catch_up(1, 0)
 
     def run(
         self, callbacks: keras.callbacks.CallbackList | None, should_stop: Callable[[], str] = agreement.never

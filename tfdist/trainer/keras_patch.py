@@ -166,11 +166,8 @@ class KerasPatch:
         return Meta(original.__name__, (original,), {"__new__": new, "__doc__": original.__doc__})
 
     def _set_before(self, original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def setter(*args: object, **options: object) -> None:
-            self._log_once(f"{original.__name__}() of the script changes nothing: the devices have been set up above")
-
-        return setter
+        told = f"{original.__name__}() of the script changes nothing: the devices have been set up above"
+        return functools.wraps(original)(lambda *args, **options: self._log_once(told))
 
     def _written_once(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that writes a model to a file on the chief, while the others wait until it is there.
