@@ -241,6 +241,29 @@ def test_what_a_data_set_draws_is_what_it_draws_for_keras(connect, tmp_path, kin
     np.testing.assert_allclose(weights(tfdist.fit, 2, 3, **options), theirs, rtol=1e-5, atol=1e-7)
 
 
+def test_validation_data_that_change_at_the_end_of_an_epoch_change_as_often_as_in_keras(connect):
+    class Data(keras.utils.PyDataset):
+        factor = 1.0
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, i):
+            return X[4 * i : 4 * i + 4] * self.factor, X[4 * i : 4 * i + 4, :1]
+
+        def on_epoch_end(self):
+            self.factor *= 2.0
+
+    def losses(fit, **options):
+        keras.utils.set_random_seed(1)
+        made = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        made.compile("sgd", "mse")
+        options |= dict(batch_size=4, epochs=3, shuffle=False, verbose=0, validation_data=Data())
+        return fit(made, X, X[:, :1], **options).history["val_loss"]
+
+    assert losses(tfdist.fit, distribution=connect(1)) == pytest.approx(losses(keras.Model.fit), rel=1e-5)
+
+
 def test_validation_data_that_draw_and_have_no_end(connect):
     """The rest of the data set was read before the next evaluation."""
     model = keras.Sequential([keras.Input((4, 5, 1)), keras.layers.Flatten(), keras.layers.Dense(1)])
