@@ -303,7 +303,7 @@ REFUSED = [
     ({"TF_CONFIG": "[" * 100_000}, "TF_CONFIG is not a JSON object with a cluster in it ("),
     ({"TF_CONFIG": '{"cluster": ["a:1"]}'}, "TF_CONFIG is not a JSON object with a cluster in it ("),
     ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'},
-     'TF_CONFIG\'s task is null: write "task": {"type": "worker", "index": 0}, with this worker\'s own'),
+     'TF_CONFIG\'s task is null: write "task": {"type": "worker", "index": 0}, with its own type, chief or'),
     ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": 1}'}, "TF_CONFIG's task is 1: write"),
     (tf_config("worker", None, **THREE), """TF_CONFIG's task is {"type": "worker", "index": null}: write"""),
     (tf_config("worker", -1, **THREE), """TF_CONFIG's task is {"type": "worker", "index": -1}: write"""),

@@ -248,7 +248,7 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
     kind, number = (task.get("type"), str(task.get("index"))) if isinstance(task, dict) else (None, "")
     if kind not in ("chief", "worker") or not re.fullmatch(r"\d{1,9}", number, re.ASCII):
         what = f"TF_CONFIG's task is {json.dumps(task)}"
-        raise UserError(what, 'write "task": {"type": "worker", "index": 0}, with this worker\'s own type and index')
+        raise UserError(what, 'write "task": {"type": "worker", "index": 0}, with its own type, chief or worker')
     index = int(number)
     for job in jobs.keys() - {"chief", "worker"}:
         raise UserError(f"TF_CONFIG's cluster has {job!r}, and tfdist knows chief and worker alone", "remove it")
