@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support import training_cases
 
 import tfdist
 from tfdist.checkpoints import training_run
@@ -103,15 +105,18 @@ def test_nan_is_not_lost_in_a_relu(connect):
     assert np.isnan(dense(tf.reshape(images, (16, 8)))).all() and np.isnan(convolution(images)).all()
 
 
-def test_a_resume_with_other_kernels_says_so(connect, said):
-    training_run._log_other_kernels(connect(1), HERE)
-    training_run._log_other_kernels(connect(1), None)  # a checkpoint of an earlier version
-    assert said == []
-    training_run._log_other_kernels(connect(1), OTHER[HERE])
-    assert said == [
-        f"the checkpoint was made with --cpu_kernels={OTHER[HERE]} and this run has {HERE}: it goes on, "
-        "and agrees to rounding"
-    ]
+def test_a_resume_with_other_kernels_says_so(connect, said, tmp_path, monkeypatch):
+    def fit(epochs):
+        model = training_cases.compiled(keras.Sequential([keras.Input((2,)), keras.layers.Dense(5)]))
+        kept = tfdist.Checkpoints(tmp_path, every="1 epoch")
+        options = {"epochs": epochs, "verbose": 0, "check_agreement": "off", "checkpoints": kept}
+        tfdist.fit(model, np.ones((4, 2), np.float32), np.ones(4), distribution=connect(1), **options)
+        return [line for line in said if "--cpu_kernels" in line]
+
+    assert fit(1) == fit(2) == []
+    monkeypatch.setattr(training_run.cpu_kernels, "in_use", lambda: OTHER[HERE])
+    told = f"the checkpoint was made with --cpu_kernels={HERE} and this run has {OTHER[HERE]}"
+    assert fit(3) == [f"{told}: it goes on, and agrees to rounding"]
 
 
 @pytest.mark.whole
