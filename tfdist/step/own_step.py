@@ -119,37 +119,55 @@ def _logged(part: _Part, method: str, data: Structure) -> object:
         raise
 
 
-def create_variables(replica: Replica, data: tuple[Structure, ...]) -> None:
-    """Lets layers and compiled metrics create their variables as the step calls them, which may be unlike `call`.
+def create_variables(replica: Replica, data: tuple[Structure, ...]) -> bool:
+    """Lets layers, compiled metrics and optimizers create their variables as the step calls them; see `prepare`.
 
-    Replicas could not, while they are traced. Its forward passes are traced, for any number of rows.
+    Replicas could not, while they are traced. Its forward passes, which may be unlike `call`, are traced for any number
+    of rows. Returns whether all of the step was.
     """
 
     def measure(*values: tf.Tensor, **_: object) -> None:
         with tf.init_scope():
             measured[:] = [keras.tree.map_structure(lambda t: tf.zeros([n or 1 for n in t.shape], t.dtype), values[:2])]
 
+    def update(_: Callable, optimizer: keras.Optimizer, grads: Structure, variables: Structure = None) -> None:
+        asked[id(optimizer)] = optimizer, variables and [*variables], unbuilt()
+
     measured = list[tuple[Structure, Structure]]()
-    zeros = lambda v: tf.zeros_like(tf.convert_to_tensor(v))
-    gradients = lambda tape, target, sources, *_, **__: keras.tree.map_structure(zeros, sources)
-    compiled = keras_internals.compiled_metrics(replica.model)
+    asked = dict[int, tuple[keras.Optimizer, list[keras.Variable] | None, int]]()
+    compiled = list(filter(None, [keras_internals.compiled_metrics(replica.model)]))
     spec = lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype)
-    left, unbuilt = 0, lambda: sum(not layer.built for layer in keras_internals.flat_layers(replica.model, False))
-    while unbuilt() not in (0, left):
+    unbuilt = lambda: sum(not layer.built for layer in keras_internals.flat_layers(replica.model, False))
+    left, whole = 0, False
+    while not whole and unbuilt() not in (0, left):
         left = unbuilt()
         with (
             replica.distribution.scope(),
             keras.StatelessScope(),  # at whose end the weights are created
-            keras_internals.optimizer_updates(lambda *_: None),
-            keras_internals.patched((tf.GradientTape, "gradient", lambda theirs: gradients)),
-            keras_internals.replaced("update_state", [(compiled, measure)] if compiled is not None else []),
+            keras_internals.optimizer_updates(update),
+            _forward_only(),
+            keras_internals.replaced("update_state", [(metric, measure) for metric in compiled]),
+            keras_internals.replaced("result", [(metric, dict) for metric in compiled]),
             contextlib.suppress(Exception),  # of what follows a layer that creates its weights
         ):
             given = keras.tree.map_structure(spec, replica.as_keras_gives(data))
             tf.function(replica.model.train_step, autograph=False).get_concrete_function(given)
+            whole = True
     for targets, outputs in measured:
         with replica.distribution.scope(), contextlib.suppress(ValueError):  # which is told where they are used
             metrics.create_variables(replica.model, targets, outputs)
+    for optimizer, variables, missing in asked.values():
+        if variables and missing == unbuilt() and not optimizer.built:  # else more of them were created after it
+            with replica.distribution.scope():
+                optimizer.build(variables)
+    return whole and all(optimizer.built for optimizer, *_ in asked.values())
+
+
+def _forward_only() -> contextlib.AbstractContextManager[None]:
+    """Lets gradients, within it, be zeros, which take no time to trace."""
+    zeros = lambda variable: tf.zeros_like(tf.convert_to_tensor(variable))
+    gradient = lambda tape, target, sources, *_, **__: keras.tree.map_structure(zeros, sources)
+    return keras_internals.patched((tf.GradientTape, "gradient", lambda theirs: gradient))
 
 
 def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
@@ -162,7 +180,7 @@ def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
         rows = MicroBatch(data_of_one, number, number * distribution.replicas, 1, number, None)
         return run_step(replica, "train_step", rows, number * distribution.replicas, LogNames())
 
-    with replica.tracing(), _over_replicas(replica.model, _build):
+    with replica.tracing(), _over_replicas(replica.model, _build), _forward_only():
         traced = lambda leaves: distribution.local(distribution.run(one, (leaves,)))[0]
         # How many rows there are is left open: the step may need others, such as a multiple of three.
         rows = number if distribution.static_shapes else None

@@ -37,6 +37,7 @@ class Step:
         self.distribution = distribution
         # Whether its own step creates variables as it goes; it may count in Python how often it is run.
         self._eagerly = bool(self.own_steps["train"]) and model.run_eagerly and distribution.replicas == 1
+        self._prepared = False  # whether the optimizers of its own step have their variables
         self.part_names: list[str] = []  # names under which Keras logs the single losses; empty for fewer than two
         self.output_shape: tuple[int | None, ...] = ()  # of the first output, for one example
         self.by_rows = False  # whether an output of an example, or its shape, depends on the number of examples
@@ -108,7 +109,8 @@ class Step:
         if self._eagerly:
             if self.model.trainable_variables and self.model.optimizer and not self.model.optimizer.built:
                 self.model.optimizer.build(self.model.trainable_variables)
-        elif self.own_steps["train"] and self.sample_rows is not None:
+        elif self.own_steps["train"] and self.sample_rows is not None and not self._prepared:
+            self._prepared = True
             with self.distribution.peers.during("call"):
                 own_step.prepare(self.replica, self.sample_rows)
         if not self.model.trainable_variables and self.model.built:  # Keras goes on there, too
@@ -188,7 +190,8 @@ class Step:
             preconditions.created_in_scope(model, self.distribution)
         if not outputs_only and self.own_steps["train"] and not self._eagerly:
             self.replica.bare = bare
-            own_step.create_variables(self.replica, _rows(data, keras_internals.fixed_batch(model) or SAMPLE_ROWS))
+            rows = _rows(data, keras_internals.fixed_batch(model) or SAMPLE_ROWS)
+            self._prepared = own_step.create_variables(self.replica, rows)
         x, y, _ = unpack(_rows(data, keras_internals.fixed_batch(model) or 1))
         with self.distribution.scope():
             try:
