@@ -428,7 +428,7 @@ BAD = [
     (["--config.checkpoint.keep=2"],
      "--config.checkpoint.keep is not for a comparison, whose runs save once, at their end: leave it out"),
     (["--strategy=mirrored"], "unknown flag --strategy: did you mean --strategies=mirrored?"),
-    (["--virtual_devices=2"], "unknown flag --virtual_devices: "),
+    (["--virtual_devices=2"], "unknown flag --virtual_devices: did you mean --replicas=2?"),
     (["--workdir=full"], "--workdir=full holds no comparison but precious.txt: choose another folder"),
     (["--workdir=file"], "--workdir=file cannot be written (File exists): choose another folder"),
 ]  # fmt: skip

@@ -37,6 +37,7 @@ BAD_INPUT = cases("""
 --stratgy=mirrored => unknown flag --stratgy: did you mean --strategy=mirrored?
 --epocs=3 => unknown flag --epocs: did you mean --config.train.epochs=3?
 --batch_size 32 => unknown flag --batch_size: did you mean --config.train.batch_size=32?
+--replicas=2 => unknown flag --replicas: did you mean --virtual_devices=2?
 --gpus=0,1 => unknown flag --gpus: --help lists those that there are
 --flagfile=typo.flags => unknown flag --epocs: did you mean --config.train.epochs=3?
 train.py => flags are written --name=value, and tfdist run train.py trains a script

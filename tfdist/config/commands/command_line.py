@@ -235,7 +235,8 @@ def _meant(name: str, value: str) -> str:
     if "config" in names:
         fields = {field.rpartition(".")[2]: field for field in reversed(config.flat(config.Experiment()))}
         short = {"lr": "config.optimizer.learning_rate", "model": "config.model.name", "data": "config.data.name"}
-        names = {**fields, **short, **names}
+        devices = {"virtual_devices": "replicas"} if "replicas" in names else {"replicas": "virtual_devices"}
+        names = {**fields, **short, **devices, **names}
     near = difflib.get_close_matches(name, names, n=1)
     if not near:
         return "--help lists those that there are" + ", and those of a script stand behind it" * ("nnodes" in names)
