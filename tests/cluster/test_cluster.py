@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 from support.refusals import refused
@@ -28,6 +30,12 @@ def dynamic(index=1, key="sparseCluster", kind="worker", **worker):
     """As the training operator writes it: this worker alone, and no parameter servers."""
     workers = {str(index): f"job-worker-{index}.ns.svc:2222"} if kind == "worker" else {}
     return {"TF_CONFIG": json.dumps({key: {"worker": workers, "ps": None}, "task": {"type": kind, "index": index}})}
+
+
+def test_who_the_others_are_is_found_out_without_tensorflow():
+    """Launchers ask, too, of which there is one on every machine: they would wait for it and hold its memory."""
+    asked = "import sys, tfdist.cluster.discovery; print({'tensorflow', 'keras'} & sys.modules.keys())"
+    assert subprocess.check_output([sys.executable, "-c", asked], text=True) == "set()\n"
 
 
 HAND = "RANK=1 WORLD_SIZE=4 MASTER_ADDR=node1 MASTER_PORT=29500"

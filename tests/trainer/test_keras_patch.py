@@ -117,7 +117,7 @@ class OwnSteps(keras.Model):
 
     def measured(self, y, outputs, loss):
         for metric in self.metrics:
-            metric.update_state(loss) if metric.name == "loss" else metric.update_state(y, outputs)
+            metric.update_state(loss) if "loss" in metric.name else metric.update_state(y, outputs)
         return {metric.name: metric.result() for metric in self.metrics}
 
 
@@ -138,6 +138,46 @@ def test_results_of_compiled_metrics_that_own_steps_log_have_names_of_their_own(
     for ours, theirs in zip(logs(), expected):
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert set(expected[0]) == {"loss", "mae", "val_loss", "val_mae"}
+
+
+class Unbuilt(keras.Model):
+    """Creates its weights when its step is first run, and counts how often Python goes through that."""
+
+    measured = OwnSteps.measured
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.last, self.runs = keras.layers.Dense(8), keras.layers.Dense(3), 0
+
+    def call(self, x):
+        outputs = self.last(self.hidden(x))
+        return {"scores": outputs, "sums": keras.ops.sum(outputs, -1)}
+
+    def train_step(self, data):
+        self.runs += 1
+        return OwnSteps.train_step(self, data)
+
+
+def test_a_step_that_creates_the_weights_is_traced_twice_however_often_fit_is_called(patched):
+    """And what `call` returns by name, `predict` does."""
+
+    def numbers():
+        keras.utils.set_random_seed(1)
+        model = Unbuilt()
+        loss = {"scores": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "sums": "mse"}
+        model.compile(keras.optimizers.SGD(0.1), loss, metrics={"scores": "accuracy"})
+        targets = {"scores": Y, "sums": X[:, 0]}
+        logs = [model.fit(X, targets, 15, verbose=0, shuffle=False).history["loss"] for _ in range(3)]
+        runs.append(model.runs)
+        return {"losses": logs, **model.predict(X, verbose=0)}
+
+    runs = []
+    expected = numbers()
+    patched(1)
+    found = numbers()
+    assert found.keys() == expected.keys() == {"losses", "scores", "sums"}
+    all_same(found.values(), expected.values(), rtol=1e-5, atol=1e-6)
+    assert runs[1] == 2
 
 
 def test_options_of_tfdist_are_taken_and_misspelled_ones_refused(patched, tmp_path):
