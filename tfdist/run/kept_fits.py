@@ -5,18 +5,23 @@ import contextlib
 import copy
 import functools
 import glob
+import hashlib
+import io
+import itertools
 import json
 import os
 import pathlib
+import pickle
 import random
 import re
 import shutil
 import sys
 import tempfile
 import traceback
+import types
 import uuid
-from collections.abc import Callable, Container, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -41,6 +46,7 @@ FITS = "fits"
 RECORD = "call.json"
 _STARTED_IN = os.getcwd()  # to which names of files in code are relative
 PLACE, ROUND = "the place of the call", "the round of the loops around the call"
+AROUND, UNTOLD = "the variables around the call", "whether some of these are not told"
 STARTING, CONTENT = "the starting state of the model", "the content of"
 MOST_BYTES = 10 << 30  # of the states of finished calls; those before the newest that fit in are trained again
 _SETTINGS = (
@@ -65,6 +71,8 @@ class KeptFits:
         self._report = fit_report.Report(self._folder)
         self._number = self._depth = 0
         self._written: list[str] = []  # what ModelCheckpoints of the calls write, in this start
+        self._known = dict[int, tuple[dict[str, Any], bool]]()  # facts of recorded calls, and whether they have ended
+        self._made = set[tuple[str, ...]]()  # what the calls of this start are told apart by
         self._warned = False  # of state that cannot be kept
         self._trained_again = False  # whether a call of this start has, and so others may begin with other bits
 
@@ -79,6 +87,9 @@ class KeptFits:
         if self._distribution.is_chief:
             self._fits.mkdir(exist_ok=True)
             user_functions.list_results((self._fits / "results").absolute())
+        for path in sorted(self._fits.glob("[0-9]*")):
+            record = local_files.read_object(path / RECORD) or {}
+            self._known[int(path.name)] = record.get("facts", {}), bool(record.get("end"))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -92,11 +103,19 @@ class KeptFits:
             return self._reported(fit, model, arguments)
         where, facts = self._distribution, _facts(model, arguments)
         facts["place"] = f"{where.device_kind} {cpu_kernels.in_use()} {where.name} {where.replicas}"
-        told = [self._next_number(facts), facts, uuid.uuid4().hex, _written(arguments)]
-        number, facts, mark, written = where.peers.gather("a call of fit", told)[0]
+        told = [*self._next_number(facts), facts, uuid.uuid4().hex, _written(arguments)]
+        number, alike, facts, mark, written = where.peers.gather("a call of fit", told)[0]
         left_out, self._number = number - self._number - 1, number
         folder = self._fits / f"{self._number:04d}"
         before, own = self._recorded(folder, written), _not_kept(arguments)
+        if before and alike:
+            what = f"call {number} of fit trains from its start, since nothing tells it from another"
+            logger.info(f"{what} that the script may have left out: count the rounds of its loop in a variable")
+            self._start_anew(folder, before)
+            before, self._trained_again = None, True
+        identity = (facts[PLACE], facts[ROUND], facts[AROUND])
+        own = own or "nothing tells it from an earlier one in the same loop" * (identity in self._made)
+        self._made.add(identity)
         if own and not before and not self._warned:
             self._warned = True
             logger.info(f"WARNING: after a kill, calls of fit as this one train again from their start: {own}")
@@ -117,9 +136,7 @@ class KeptFits:
             self._trained_again |= bool(why)
             if why:
                 logger.info(f"call {self._number} of fit trains again from its start, with the same result: {why}")
-                if where.is_chief:
-                    files.prune(folder, set())
-                    _put_back(before.get("continued", {}))
+                self._start_anew(folder, before)
             elif before["changed"] and not self._options.resume_changed:  # the script may load it next
                 what = f"call {self._number} of fit wrote {before['changed']}, which has changed since"
                 raise UserError(what, "give each call its own file and start anew, or use --resume_changed")
@@ -154,22 +171,30 @@ class KeptFits:
             self._prune(folder)
         return history
 
-    def _next_number(self, facts: Mapping[str, object]) -> int:
-        """Returns the number of a call: that of the next recorded one in the same round of the loops around it, or new.
+    def _next_number(self, facts: Mapping[str, object]) -> tuple[int, bool]:
+        """Returns the number of a call, and whether another call may have had it that the script has left out since.
 
-        A script may leave out calls whose result it finds on the disk.
+        It is that of the recorded call at the same place, in the same round of the loops around it, or a new one.
         """
-        known = map(int, filter(str.isdigit, (path.name for path in self._fits.glob("*"))))
-        later = sorted(number for number in known if number > self._number)
-        edited = self._options.resume_changed  # calls of an edited script are in other places
-        for number in later:
-            there = facts | (local_files.read_object(self._fits / f"{number:04d}" / RECORD) or {}).get("facts", {})
-            edited |= any(there[name] != fact for name, fact in facts.items() if name.startswith(CODE))
-            if there[ROUND] == facts[ROUND] and (edited or there[PLACE] == facts[PLACE]):
-                return number
-        if later:
+        later = [number for number in self._known if number > self._number]
+        there = {number: {**facts, **theirs} for number, (theirs, _) in self._known.items()}
+        for number in later if not self._options.resume_changed else ():
+            if any(there[number][name] != fact for name, fact in facts.items() if name.startswith(CODE)):
+                return number, False  # to be refused
+        same = lambda number, *names: all(there[number][name] == facts[name] for name in names)
+        here = [number for number in there if same(number, PLACE, ROUND)]
+        # A script that has left out others may come here with another call than that which has been here.
+        if len(here) > 1 or (facts[UNTOLD] and any(self._known[number][1] for number in here)):
+            here = [number for number in here if same(number, AROUND)]
+        found = [number for number in here if number > self._number]
+        if later and not found:
             logger.info("the script makes a call of fit that is none of those recorded: it trains from its start")
-        return max([self._number, *later]) + 1
+        return (found or [max([self._number, *later]) + 1])[0], len(here) > 1 and bool(found)
+
+    def _start_anew(self, folder: pathlib.Path, before: Mapping[str, Any]) -> None:
+        if self._distribution.is_chief:
+            files.prune(folder, set())
+            _put_back(before.get("continued", {}))
 
     def _reported(self, fit: Callable[..., Any], model: keras.Model, arguments: dict[str, Any]) -> Any:
         """Calls `fit` with the report as the last callback, whose name in checkpoints the script's own keep."""
@@ -233,6 +258,7 @@ class KeptFits:
             if self._distribution.is_chief:
                 folder.mkdir(parents=True, exist_ok=True)
                 self._folder.write_text(f"{FITS}/{folder.name}/{RECORD}", json.dumps(_sealed(record)))
+                self._known[int(folder.name)] = record["facts"], bool(record["end"])
         except (OSError, TrainingError) as error:
             why = one_line(error, 200)
             logger.info(f"WARNING: {why}: after a kill, call {self._number} of fit is made again")
@@ -269,7 +295,7 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
     facts["the setup of the callbacks"] = digest([of_object(callback, (), model) for callback in kept])
     data = {name: arguments.get(name) for name in ("x", "y", "sample_weight", "validation_data")}
     facts |= {f"{CONTENT} {name}": digest(part) for name, part in data.items() if _in_memory(part)}
-    facts[PLACE], facts[ROUND] = _place_and_round(code)
+    facts |= _of_call(code)
     facts[STARTING] = digest(model.get_weights())
     if model.compiled:
         optimizer = keras_internals.inner_optimizer(model.optimizer)
@@ -278,34 +304,110 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _place_and_round(code: Container[pathlib.Path]) -> tuple[str, str]:
-    """Returns digests of where functions of these files are running, and of their arguments and variables of loops."""
-    places, found = list[tuple[str, int]](), list[tuple[str, list]]()
+def _of_call(code: Container[pathlib.Path]) -> dict[str, Any]:
+    """Returns what tells a call from others: where functions of these files are running, and with what variables.
+
+    Its round is told by what a start repeats on any devices, and all else around it, as far as it can be pickled, too.
+    """
+    places, rounds, around = list[tuple](), list[tuple[str, list]](), list[tuple[str, str]]()
+    untold = False  # whether a loop or an argument has nothing that tells its round
     for frame, line in traceback.walk_stack(None):
-        path = pathlib.Path(_STARTED_IN, frame.f_code.co_filename).resolve()
+        path, running = pathlib.Path(_STARTED_IN, frame.f_code.co_filename).resolve(), frame.f_code
         if path not in code:
             continue
-        loops = {name for first, last, names in _loops(path) if first <= line <= last for name in names}
-        arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
+        loops = [loop for loop in _loops(path) if loop.first <= line <= loop.last]
+        targets = {name for loop in loops for name in loop.targets}
+        named = {*targets, *running.co_varnames[: running.co_argcount + running.co_kwonlyargcount]}
+        others = {*running.co_freevars}.union(*(loop.stored for loop in loops))
         values = {**frame.f_globals, **frame.f_locals}
-        places.append((frame.f_code.co_name, frame.f_lasti))  # which comments and empty lines leave as it is
-        found += [(name, _told(values[name], name in loops)) for name in sorted({*loops, *arguments} & values.keys())]
-    return digest(places), digest(found)
+        places.append(_called(path, running, frame.f_lasti))
+        told = {name: _told(values[name], name in targets) for name in sorted(named & values.keys())}
+        rounds += told.items()
+        untold |= any(not any(told.get(name) for name in loop.targets) for loop in loops)
+        untold |= not all(part for name, part in told.items() if name not in targets)
+        around += [(name, _pickled(values[name])) for name in sorted((named | others) & values.keys())]
+    return {PLACE: digest(places), ROUND: digest(rounds), AROUND: digest(around), UNTOLD: untold}
+
+
+def _called(path: pathlib.Path, running: types.CodeType, offset: int) -> tuple:
+    """Returns what is called at an offset of a function, without arguments, and which of its calls in the file it is.
+
+    Until Python 3.10, which does not know that, it is the offset.
+    """
+    if sys.version_info >= (3, 11):
+        position = next(itertools.islice(running.co_positions(), offset // 2, None))
+        if (text := _calls(path).get(position)) is not None:
+            alike = [place for place, other in _calls(path).items() if other == text]
+            return running.co_name, text, alike.index(position), len(alike)
+    return running.co_name, offset
 
 
 @functools.cache
-def _loops(path: pathlib.Path) -> list[tuple[int, int, set[str]]]:
-    """Returns the first and last line of each loop of a file, and the names of its variables."""
+def _calls(path: pathlib.Path) -> dict[tuple, str]:
+    """Returns the function of each call of a file, by the first and last line and column of the call."""
+    calls = [node for node in ast.walk(user_functions.tree(path)) if isinstance(node, ast.Call)]
+    place = lambda n: (n.lineno, n.end_lineno, n.col_offset, n.end_col_offset)
+    return {place(node): ast.unparse(node.func) for node in sorted(calls, key=place)}
+
+
+class _Loop(NamedTuple):
+    first: int
+    last: int
+    targets: set[str]  # what counts its rounds
+    stored: set[str]  # in it
+
+
+@functools.cache
+def _loops(path: pathlib.Path) -> list[_Loop]:
+    """Returns the loops of a file, by their lines."""
     found = []
-    nodes = [n for n in ast.walk(user_functions.tree(path)) if isinstance(n, ast.stmt | ast.expr)]
-    for node in nodes:
+    names = lambda *parts: {n.id for part in parts for n in ast.walk(part) if isinstance(n, ast.Name)}
+    for node in ast.walk(user_functions.tree(path)):
         parts: list[ast.AST] = [part.target for part in getattr(node, "generators", ())]
         parts += [node.target] if isinstance(node, ast.For) else []
-        if isinstance(node, ast.While):  # and what counts its rounds
+        if isinstance(node, ast.While):
             parts += [node.test, *(n.target for n in ast.walk(node) if isinstance(n, ast.AugAssign))]
-        names = {n.id for part in parts for n in ast.walk(part) if isinstance(n, ast.Name)}
-        found += [(node.lineno, node.end_lineno or 0, names)] * bool(names)
+        if parts and isinstance(node, ast.stmt | ast.expr):
+            stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            found.append(_Loop(node.lineno, node.end_lineno or 0, names(*parts), names(*stored)))
     return found
+
+
+_OF_KERAS = keras.Layer, keras.callbacks.Callback, keras.Metric, keras.Optimizer
+
+
+class _Pickler(pickle.Pickler):
+    """Writes values as far as they are the same in each start of a script; nobody loads that."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        if isinstance(value, float):
+            return f"{value:.6g}" * is_constant(value, True)
+        if isinstance(value, str | int):
+            return None if is_constant(value, True) else type(value).__name__
+        return digest(value) if isinstance(value, np.ndarray) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | types.FunctionType):
+            return NotImplemented if value is str else (str, (value.__qualname__,))
+        kind = type(value)
+        name = str, (kind.__qualname__,)
+        if isinstance(value, _OF_KERAS) or kind.__module__.split(".")[0] in ("keras", "tensorflow"):
+            return name
+        if user_functions.is_users_object(value):
+            content = [*(value.items() if isinstance(value, dict) else value if isinstance(value, Collection) else ())]
+            return *name, [user_functions.attributes(value), content]
+        try:
+            value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        except Exception:  # of a lock, a generator or the like
+            return name
+        return NotImplemented
+
+
+def _pickled(value: Any) -> str:
+    with contextlib.suppress(Exception), io.BytesIO() as file:  # Exception: of code of the user's, or too deep
+        _Pickler(file).dump(value)
+        return hashlib.sha256(file.getvalue()).hexdigest()[:16]
+    return ""
 
 
 def _told(value: Any, in_loop: bool) -> list:
@@ -380,7 +482,8 @@ def _check_same(number: int, here: Mapping[str, object], there: Mapping[str, obj
     # What else has changed says more than that the code has; the setup of the model holds optimizer and loss.
     odd = [n for n in sorted({**there, **here}, key=lambda n: n.startswith("the ")) if there.get(n) != here.get(n)]
     # Modules are loaded when they are needed, which a call that is left out may not have done.
-    odd = [name for name in odd if not name.startswith((CODE, PLACE, ROUND)) or name in here.keys() & there.keys()]
+    odd = [name for name in odd if not name.startswith(CODE) or name in here.keys() & there.keys()]
+    odd = [name for name in odd if name not in (PLACE, ROUND, AROUND, UNTOLD)]  # by which the call was found
     if here["place"] != there.get("place"):  # where other devices may have computed them, to rounding
         odd = [name for name in odd if not name.startswith(("place", CONTENT, STARTING, setups.ENCLOSED))]
     if not odd:
