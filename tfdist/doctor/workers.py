@@ -31,14 +31,11 @@ class Place:
 
 def find(options: PlacementOptions, survey: gpus.Survey, environ: Mapping[str, str]) -> Place:
     """Applies the rules of `tfdist.train` (see `connect.locate`), and goes on where those stop."""
-    findings = _tf_config(environ)
     try:
         workers = discovery.find(environ)
-        findings.append(ok(_describe(workers), "workers"))
+        findings = [ok(_describe(workers), "workers")]
     except UserError as error:
-        workers, complaint = ALONE, refused(error, "workers")
-        if complaint.finding not in [c.finding for c in findings]:
-            findings.append(complaint)
+        workers, findings = ALONE, [refused(error, "workers")]
     refusals = [c for c in findings if c.status == "fail"]
     findings += _batch_script(workers, environ)
     try:
@@ -72,21 +69,6 @@ def find(options: PlacementOptions, survey: gpus.Survey, environ: Mapping[str, s
     return Place(workers, choice, _others(choice, options.strategy, choose, environ), findings)
 
 
-def _tf_config(environ: Mapping[str, str]) -> list[Finding]:
-    """Checks TF_CONFIG by itself."""
-    if not environ.get("TF_CONFIG", "").strip():
-        return []
-    alone = {k: v for k, v in environ.items() if k in ("TF_CONFIG", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    try:
-        described = discovery.find(alone)
-    except UserError as error:
-        return [refused(error, "TF_CONFIG")]
-    if described == ALONE:
-        return [warn("it names no workers, so it says nothing", "unset TF_CONFIG", "TF_CONFIG")]
-    everybody = ", ".join(described.addresses)
-    return [ok(_describe(described) + (f"; in order of rank: {everybody}" if everybody else ""), "TF_CONFIG")]
-
-
 def _describe(workers: Cluster) -> str:
     if not workers.source:
         return "this process is alone: no launcher has set variables here"
@@ -96,7 +78,8 @@ def _describe(workers: Cluster) -> str:
     here = f", {workers.local_rank + 1} of {workers.local_size} on this host" if workers.local_size > 1 else ""
     if workers.source == discovery.HOROVODRUN:
         return text + here
-    return f"{text}{here}; they meet at {workers.master or 'an address that nothing tells'}"
+    everybody = f"; in order of rank: {', '.join(workers.addresses)}" if workers.addresses else ""
+    return f"{text}{here}; they meet at {workers.master or 'an address that nothing tells'}{everybody}"
 
 
 def _batch_script(workers: Cluster, environ: Mapping[str, str]) -> list[Finding]:
