@@ -66,7 +66,8 @@ def find(options: PlacementOptions, survey: gpus.Survey, environ: Mapping[str, s
         )
         fix = "keep the workers in a private network, or firewall them from all but each other"
         findings.append(warn(what, fix, "open ports"))
-    return Place(workers, choice, _others(choice, options.strategy, choose, environ), findings)
+    others = _others(choice.name if choice else "", options.strategy, not workers.source, choose, environ)
+    return Place(workers, choice, others, findings)
 
 
 def _describe(workers: Cluster) -> str:
@@ -93,27 +94,20 @@ def _batch_script(workers: Cluster, environ: Mapping[str, str]) -> list[Finding]
 
 
 def _others(
-    chosen: StrategyChoice | None, asked: str, choose: Callable[[str], StrategyChoice], environ: Mapping[str, str]
+    chosen: str, asked: str, alone: bool, choose: Callable[[str], StrategyChoice], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns, by name, why each other strategy is not chosen."""
-    reasons = {}
+    """Returns, by name, why each other strategy is not chosen; `alone`: no launcher has started this process."""
+    reasons, unstarted = {}, dict[str, str]()
+    if alone:
+        several = "this process is the only worker: start several with tfdist.launch, srun, mpirun or TF_CONFIG"
+        unstarted = {"multi_worker": several, "horovod": "horovodrun has not started this process"}
     for name in STRATEGIES:
-        if name in (asked, chosen and chosen.name):
+        if name in (asked, chosen):
             continue
-        reasons[name] = "it would run"
         try:
             instead = choose(name)
-            if name == "auto":
-                reasons[name] = f"it would pick {instead.name}, because {instead.reason}"
-            elif asked != "auto" and chosen:
-                reasons[name] += f"; --strategy={chosen.name} was asked for"
-            elif name == "multi_worker":
-                launchers = "tfdist.launch, srun, mpirun or TF_CONFIG"
-                reasons[name] = f"this process is the only worker: start several with {launchers}"
-            elif name == "horovod":
-                reasons[name] = "horovodrun has not started this process"
-            elif chosen and chosen.replicas > 1:
-                reasons[name] += f", on one device of {chosen.replicas}"
+            picked = f"it would pick {instead.name}, because {instead.reason}"
+            reasons[name] = picked if name == "auto" else unstarted.get(name, "it would run")
         except UserError as error:
             reasons[name] = str(error)
         if name == "tpu" and not tpu_host.hint(environ):
