@@ -133,7 +133,7 @@ mirrored => unexpected argument 'mirrored': flags are written --name=value
 '--config.train.loss=mse, mae' => train.loss='mse, mae' names 2 losses: give one, or a function that adds them
 --config.train.loss=huber(1.0) => the arguments of huber in train.loss='1.0' is not understood: write name=
 --config.train.metrics=acuracy => unknown train.metrics 'acuracy': did you mean 'accuracy'? Known are
---config.train.metrics=mae,,acc => train.metrics='mae,,acc' is not understood: write names as in accuracy, To
+--config.train.metrics=mae,,acc => train.metrics='mae,,acc' is not understood: write names of Keras or pack
 --config.train.metrics=AUC(name=a => train.metrics: ) is missing in 'AUC(name=a'
 '--config.train.metrics=mae, mae' => train.metrics='mae, mae' gives mae 2 times: give it once
 --config.train.callbacks=EarlyStoping(patience=3) =>

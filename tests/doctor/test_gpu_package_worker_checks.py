@@ -233,7 +233,7 @@ def test_a_strategy_that_cannot_run_here():
 def test_tf_config_is_explained():
     found = place({"TF_CONFIG": json.dumps(TF_CONFIG)})
     text = "this is worker 1 of 3 by TF_CONFIG; they meet at a:1; in order of rank: a:1, b:2, c:3"
-    one(of(found.findings, "TF_CONFIG"), "ok", text)
+    one(of(found.findings, "workers"), "ok", text)
     one(of(found.findings, "open ports"), "warn", "listens on all interfaces without authentication", "private network")
     one(of(found.findings, "secret"), "fail", "connect to a:1 without a secret", "set TFDIST_SECRET to the same")
     assert not of(place({"TF_CONFIG": json.dumps(TF_CONFIG)}, insecure=True).findings, "secret")

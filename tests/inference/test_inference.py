@@ -625,11 +625,11 @@ def test_an_output_is_whole_or_not_there(tmp_path):
     assert path.read_text() == "all" and list(tmp_path.iterdir()) == [path]
     with refused(r"x.csv is there already: give --overwrite"):
         prediction_rows.OutputFile(str(path)).check()
-    with refused("is a folder: give the name of a file"):
+    with refused("is not a regular file: give another name"):
         prediction_rows.OutputFile(str(tmp_path)).check()
     with refused("/dev/null is not a regular file: give another name, or - for standard output"):
         prediction_rows.OutputFile("/dev/null", overwrite=True).check()
-    with refused("none is not a folder: choose another one, or make it first"):
+    with refused("none cannot be written in: choose another one, or make it first"):
         prediction_rows.OutputFile(str(tmp_path / "none" / "x.csv")).check()
 
 

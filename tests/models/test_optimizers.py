@@ -64,10 +64,6 @@ def test_patterns_are_for_layers_paths_and_variables_and_the_last_counts():
     for variable, factor in zip(model.trainable_variables, factors, strict=True):
         assert factor == (5 if variable.name == "bias" else 1)
     assert optimizers.layer_factors(model, {"head": 1.0}) == ()
-    assert (
-        optimizers.describe_factors(model, optimizers.layer_factors(model, {"head": 10.0}, 0.5))
-        == "x0.00781 (tokens) to x10 (head)"
-    )
 
 
 def test_weights_of_the_model_itself_are_the_lowest():

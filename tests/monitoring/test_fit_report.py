@@ -103,5 +103,5 @@ def test_thousands_of_calls_take_no_more_room(connect, tmp_path, monkeypatch):
 
 
 def test_a_bucket_is_refused():
-    with pytest.raises(tfdist.UserError, match=r"Report\('gs://b/run'\) is in a bucket: use a folder"):
+    with pytest.raises(tfdist.UserError, match=r"the folder of a Report=gs://b/run is a URL"):
         tfdist.Report("gs://b/run")

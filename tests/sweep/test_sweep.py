@@ -46,7 +46,6 @@ def test_what_is_asked_for(text, fields):
         ("train.batch_size", "is not understood at 'train.batch_size': write it like optimizer.learning_rate="),
         ("train.batch=3", "unknown config field --config.train.batch: did you mean 'batch_size'"),
         ("train=3", "train is a group of fields: name one of them"),
-        ("name=a,b", "only names runs: leave it out"),
         ("seed=1,one", "seed must be an integer, got 'one'"),
         ("seed=1,1", "gives seed the value 1 twice"),
         ("seed=1; seed=2", "names seed twice"),

@@ -234,11 +234,19 @@ class RunFolder:
         """Writes `model.keras`, under another name first: Keras writes in place, and a kill would leave half."""
         if not self.writes:
             return
+        dated = zipfile.ZipInfo.__init__
         with self._writing("model.keras"):
             path, temporary = self.path / "model.keras", self.path / f".model-{os.getpid()}.keras"  # Keras' suffix
-            with local_files.replacing(path, temporary), _undated_zip_entries():
-                model.save(temporary)
-                checksum = files.checksum(temporary)
+            # Entries get the format's first date, and not the clock's: one before 1980, as of a board without a
+            # battery, would make zipfile refuse them, after the whole training.
+            undated = lambda entry, filename="NoName", date_time=None: dated(entry, filename)
+            zipfile.ZipInfo.__init__ = undated  # type: ignore[method-assign]
+            try:
+                with local_files.replacing(path, temporary):
+                    model.save(temporary)
+                    checksum = files.checksum(temporary)
+            finally:
+                zipfile.ZipInfo.__init__ = dated  # type: ignore[method-assign]
             self.checksums[path.name] = checksum
 
     @contextlib.contextmanager
@@ -270,24 +278,6 @@ class RunFolder:
                 f"WARNING: {self.path} was deleted while this run went on: {', '.join(missing)} are written again, "
                 "what history.jsonl and checkpoints held is lost"
             )
-
-
-@contextlib.contextmanager
-def _undated_zip_entries() -> Iterator[None]:
-    """Gives new entries of ZIP files the format's first date instead of the clock's.
-
-    A clock before 1980, as of a board without a battery, would make zipfile refuse them: after the whole training.
-    """
-    dated = zipfile.ZipInfo.__init__
-
-    def undated(self: zipfile.ZipInfo, filename: str = "NoName", date_time: object = None) -> None:
-        dated(self, filename)
-
-    zipfile.ZipInfo.__init__ = undated  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        zipfile.ZipInfo.__init__ = dated  # type: ignore[method-assign]
 
 
 os.register_at_fork(after_in_child=lambda: [*map(RunFolder.forget, list(_OPEN))])

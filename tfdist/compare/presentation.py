@@ -7,7 +7,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from tfdist.compare.results import PARTS, Row
+from tfdist.compare.results import PARTS, SIMPLEST, Row
 from tfdist.config import local_files
 
 NONE = "-"
@@ -108,15 +108,6 @@ def markdown(title: str, rows: Sequence[Row], settings: str, verdict: Sequence[s
     return "\n\n".join(paragraphs) + "\n"
 
 
-COLOURS = {  # Okabe and Ito's, which people with any colour vision can tell apart
-    "default": "#555555",
-    "mirrored": "#0072B2",
-    "multi_worker": "#D55E00",
-    "horovod": "#009E73",
-    "tpu": "#CC79A7",
-}
-
-
 def draw(path: pathlib.Path, title: str, rows: Sequence[Row], caption: str) -> None:
     """Writes a PNG with a bar of throughput for each run."""
     import matplotlib
@@ -124,11 +115,12 @@ def draw(path: pathlib.Path, title: str, rows: Sequence[Row], caption: str) -> N
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pyplot.style.use("tableau-colorblind10")
     figure, axes = pyplot.subplots(figsize=(9, 1.9 + 0.42 * max(5, len(rows))), dpi=120, layout="constrained")
     figure.suptitle(title, fontsize=13)
     figure.supxlabel(caption, fontsize=8, color="#666666")
     rates = [row.examples_per_second or 0 for row in rows]
-    bars = axes.barh(range(len(rows)), rates, 0.62, color=[COLOURS[row.strategy] for row in rows])
+    bars = axes.barh(range(len(rows)), rates, 0.62, color=[f"C{SIMPLEST.index(row.strategy)}" for row in rows])
     beside = lambda row, rate: f"{rate:,.0f}" + "  OTHER WEIGHTS" * (row.weights == "different")
     labels = [beside(*pair) if pair[1] else f"no figures ({pair[0].status})" for pair in zip(rows, rates)]
     axes.bar_label(bars, labels, padding=4, fontsize=9)

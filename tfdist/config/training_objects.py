@@ -60,7 +60,10 @@ def _all(field: str, text: str, classes: tuple[str, ...], more: tuple[str, ...])
     for part in map(str.strip, field_syntax.divided(field, text, ",") if text.strip() else []):
         match = re.fullmatch(r"([\w.:]+)\s*(?:\((.*)\))?", part, re.DOTALL)
         if not match:
-            raise UserError(f"{field}={text!r} is not understood", f"write names as in {_EXAMPLES[field]}")
+            what = f"{field}={text!r} is not understood"
+            raise UserError(
+                what, "write names of Keras or package.module:function, with (name=value) behind for options"
+            )
         name, arguments = match[1], match[2]
         if name not in by_name and not field_syntax.is_reference(name):
             known = tuple(by_name) if field == "train.callbacks" else (*more, *map(_lower, classes))
@@ -72,13 +75,6 @@ def _all(field: str, text: str, classes: tuple[str, ...], more: tuple[str, ...])
         if names.count(name) > 1 and not all(one.options for one in found if one.name == name):
             raise UserError(f"{field}={text!r} gives {name} {names.count(name)} times", "give it once")
     return found
-
-
-_EXAMPLES = {
-    "train.loss": "categorical_focal_crossentropy(gamma=3.0) or package.module:function",
-    "train.metrics": "accuracy, TopKCategoricalAccuracy(k=3), package.module:function",
-    "train.callbacks": "EarlyStopping(patience=3), package.module:function",
-}
 
 
 def _lower(name: str) -> str:

@@ -1,7 +1,6 @@
 """Finds what can be known to be wrong in an experiment without TensorFlow."""
 
 import dataclasses
-import difflib
 import math
 import operator
 import os
@@ -168,13 +167,8 @@ def _model(model: Model) -> None:
             if value:
                 raise UserError(f"{field}={value!r} does not go with a model from a file ({name})", "leave it out")
     elif not (name in config.MODELS or name in config.APPLICATIONS or field_syntax.is_reference(name)):
-        lower = {known.lower(): known for known in (*config.APPLICATIONS, *config.MODELS)}
-        near = difflib.get_close_matches(name.lower(), lower, n=1)
-        hint = f": did you mean {lower[near[0]]!r}? Known" if near else ": known"
-        raise UserError(
-            f"unknown model.name {name!r}{hint} are {', '.join(config.MODELS)}, those of keras.applications such as "
-            "ResNet50, a .keras file, or package.module:function"
-        )
+        known = field_syntax.suggest(name, (*config.MODELS, *config.APPLICATIONS))
+        raise UserError(f"unknown model.name {name!r}{known}, a .keras file, or package.module:function")
     if model.weights:
         if not model.weights.endswith((config.FILE, ".h5")):
             what = f"model.weights={model.weights!r} is not a Keras file"

@@ -89,14 +89,9 @@ def least_used(gpus: tuple[DriverGPU, ...], count: int) -> tuple[DriverGPU, ...]
     # GPUtil is imported where it is used: it pulls in distutils, 0.2 s that a run without GPUs need not pay.
     import GPUtil
 
-    def record(gpu: DriverGPU) -> GPUtil.GPU:
-        total = gpu.memory_total or math.nan  # GPUtil divides by it
-        return GPUtil.GPU(
-            gpu.number, gpu.uuid, gpu.load, total, gpu.memory_used, math.nan, gpu.driver, gpu.name,
-            "", "", "", math.nan,
-        )  # fmt: skip
-
-    records = [record(g) for g in gpus]
+    nan = math.nan  # also for a total memory of 0, by which GPUtil divides
+    of = lambda g: (g.number, g.uuid, g.load, g.memory_total or nan, g.memory_used, nan, g.driver, g.name)
+    records = [GPUtil.GPU(*of(g), "", "", "", nan) for g in gpus]
     fit = GPUtil.getAvailability(records, maxLoad=1.01, maxMemory=1.01, includeNan=False)
     last = lambda value: math.inf if math.isnan(value) else value
     order = sorted(

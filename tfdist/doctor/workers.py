@@ -31,14 +31,11 @@ class Place:
 
 def find(options: PlacementOptions, survey: gpus.Survey, environ: Mapping[str, str]) -> Place:
     """Applies the rules of `tfdist.train` (see `connect.locate`), and goes on where those stop."""
-    findings = _tf_config(environ)
     try:
         workers = discovery.find(environ)
-        findings.append(ok(_describe(workers), "workers"))
+        findings = [ok(_describe(workers), "workers")]
     except UserError as error:
-        workers, complaint = ALONE, refused(error, "workers")
-        if complaint.finding not in [c.finding for c in findings]:
-            findings.append(complaint)
+        workers, findings = ALONE, [refused(error, "workers")]
     refusals = [c for c in findings if c.status == "fail"]
     findings += _batch_script(workers, environ)
     try:
@@ -69,22 +66,8 @@ def find(options: PlacementOptions, survey: gpus.Survey, environ: Mapping[str, s
         )
         fix = "keep the workers in a private network, or firewall them from all but each other"
         findings.append(warn(what, fix, "open ports"))
-    return Place(workers, choice, _others(choice, options.strategy, choose, environ), findings)
-
-
-def _tf_config(environ: Mapping[str, str]) -> list[Finding]:
-    """Checks TF_CONFIG by itself."""
-    if not environ.get("TF_CONFIG", "").strip():
-        return []
-    alone = {k: v for k, v in environ.items() if k in ("TF_CONFIG", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    try:
-        described = discovery.find(alone)
-    except UserError as error:
-        return [refused(error, "TF_CONFIG")]
-    if described == ALONE:
-        return [warn("it names no workers, so it says nothing", "unset TF_CONFIG", "TF_CONFIG")]
-    everybody = ", ".join(described.addresses)
-    return [ok(_describe(described) + (f"; in order of rank: {everybody}" if everybody else ""), "TF_CONFIG")]
+    others = _others(choice.name if choice else "", options.strategy, not workers.source, choose, environ)
+    return Place(workers, choice, others, findings)
 
 
 def _describe(workers: Cluster) -> str:
@@ -96,7 +79,8 @@ def _describe(workers: Cluster) -> str:
     here = f", {workers.local_rank + 1} of {workers.local_size} on this host" if workers.local_size > 1 else ""
     if workers.source == discovery.HOROVODRUN:
         return text + here
-    return f"{text}{here}; they meet at {workers.master or 'an address that nothing tells'}"
+    everybody = f"; in order of rank: {', '.join(workers.addresses)}" if workers.addresses else ""
+    return f"{text}{here}; they meet at {workers.master or 'an address that nothing tells'}{everybody}"
 
 
 def _batch_script(workers: Cluster, environ: Mapping[str, str]) -> list[Finding]:
@@ -110,27 +94,20 @@ def _batch_script(workers: Cluster, environ: Mapping[str, str]) -> list[Finding]
 
 
 def _others(
-    chosen: StrategyChoice | None, asked: str, choose: Callable[[str], StrategyChoice], environ: Mapping[str, str]
+    chosen: str, asked: str, alone: bool, choose: Callable[[str], StrategyChoice], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns, by name, why each other strategy is not chosen."""
-    reasons = {}
+    """Returns, by name, why each other strategy is not chosen; `alone`: no launcher has started this process."""
+    reasons, unstarted = {}, dict[str, str]()
+    if alone:
+        several = "this process is the only worker: start several with tfdist.launch, srun, mpirun or TF_CONFIG"
+        unstarted = {"multi_worker": several, "horovod": "horovodrun has not started this process"}
     for name in STRATEGIES:
-        if name in (asked, chosen and chosen.name):
+        if name in (asked, chosen):
             continue
-        reasons[name] = "it would run"
         try:
             instead = choose(name)
-            if name == "auto":
-                reasons[name] = f"it would pick {instead.name}, because {instead.reason}"
-            elif asked != "auto" and chosen:
-                reasons[name] += f"; --strategy={chosen.name} was asked for"
-            elif name == "multi_worker":
-                launchers = "tfdist.launch, srun, mpirun or TF_CONFIG"
-                reasons[name] = f"this process is the only worker: start several with {launchers}"
-            elif name == "horovod":
-                reasons[name] = "horovodrun has not started this process"
-            elif chosen and chosen.replicas > 1:
-                reasons[name] += f", on one device of {chosen.replicas}"
+            picked = f"it would pick {instead.name}, because {instead.reason}"
+            reasons[name] = picked if name == "auto" else unstarted.get(name, "it would run")
         except UserError as error:
             reasons[name] = str(error)
         if name == "tpu" and not tpu_host.hint(environ):

@@ -13,7 +13,6 @@ Exit codes: 0 done; 1 the model cannot be written so, or the result differs;
 
 import functools
 import importlib.util
-import itertools
 import json
 import os
 import pathlib
@@ -23,6 +22,7 @@ from typing import Any
 from absl import flags
 
 from tfdist import config
+from tfdist.checkpoints import run_folder
 from tfdist.config import field_syntax, runtime_options
 from tfdist.config.commands import command_line
 from tfdist.config.messages import logger
@@ -65,8 +65,7 @@ def export(asked: trained_model.ModelRequest, formats: list[str], output: pathli
         (temporary / "export.json").write_text(json.dumps(content, indent=2) + "\n")
         before = None
         if output.exists() and overwrite:  # it goes only when the new one is complete
-            names = (output.with_name(f".{output.name}.{os.getpid()}.{i}") for i in itertools.count())
-            before = output.rename(next(name for name in names if not name.exists()))
+            before = output.rename(run_folder.unused(temporary))
         temporary.rename(output)
         if before:
             shutil.rmtree(before, ignore_errors=True)

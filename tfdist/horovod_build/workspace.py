@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import sysconfig
-import tarfile
 import zipfile
 from collections.abc import Mapping
 
@@ -127,10 +126,7 @@ def check_archive(path: pathlib.Path) -> None:
 
 def unpack(archive: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     """Unpacks the archive below `folder`; returns the folder of the source."""
-    # The first releases of Python 3.10 and 3.11 have no filter; the digest vouches for the archive.
-    filtered: dict = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, **filtered)
+    shutil.unpack_archive(archive, folder)  # its digest vouches for it
     return folder / f"horovod-{horovod_install.VERSION}"
 
 

@@ -181,17 +181,14 @@ class OutputFile:
             if sys.__stdout__ is None:
                 raise UserError("--output=- is standard output, which is closed", "give the name of a file")
             return
-        if self.path.is_dir():
-            raise UserError(f"--output={self.path} is a folder", "give the name of a file")
-        if self.path.exists() and not self.path.is_file():  # a device or a pipe, which no file must replace
-            raise UserError(
-                f"--output={self.path} is not a regular file", "give another name, or - for standard output"
-            )
+        if self.path.exists() and not self.path.is_file():  # a folder, or a device or pipe, which no file must replace
+            what = f"--output={self.path} is not a regular file"
+            raise UserError(what, "give another name, or - for standard output")
         if self.path.exists() and not self._overwrite:
             raise UserError(f"--output={self.path} is there already", "give --overwrite, or choose another name")
         if not os.access(self.path.parent, os.W_OK | os.X_OK):
-            why = "cannot be written in" if self.path.parent.is_dir() else "is not a folder"
-            raise UserError(f"--output={self.path}: {self.path.parent} {why}", "choose another one, or make it first")
+            what = f"--output={self.path}: {self.path.parent} cannot be written in"
+            raise UserError(what, "choose another one, or make it first")
 
     def write(self, text: str) -> None:
         """Appends text; raises TrainingError if the disk is full, for example."""

@@ -175,7 +175,8 @@ def class_weights(text: str, data: Loaded) -> dict[int, float] | None:
         weights = {int(c): float(counts.sum() / (len(present) * counts[c])) for c in present}
     else:
         weights = _parsed(text, classes, names)
-    logger.info(f"class weights: {_described(weights, names)}")
+    words = [f"{names[c] if c < len(names) else c} {weight:.3g}" for c, weight in weights.items()]
+    logger.info(f"class weights: {', '.join([*words[:10], *['...'] * (len(words) > 10)])}")
     return weights
 
 
@@ -193,11 +194,3 @@ def _parsed(text: str, classes: int, names: tuple[str, ...]) -> dict[int, float]
     if all(weights.get(number) == 0 for number in range(classes)):
         raise UserError(f"train.class_weight={text!r} gives every class the weight 0", "leave some to be learned")
     return weights
-
-
-def _described(weights: dict[int, float], names: tuple[str, ...]) -> str:
-    """Returns the weights in a line: where there are many, the heaviest and the lightest."""
-    label = lambda c: names[c] if c < len(names) else str(c)
-    shown = sorted(weights, key=lambda c: -weights[c]) if len(weights) > 10 else list(weights)
-    words = [f"{label(c)} {weights[c]:.3g}" for c in shown]
-    return ", ".join(words if len(words) <= 10 else [*words[:5], "...", *words[-4:]])

@@ -5,7 +5,7 @@ import dataclasses
 import fnmatch
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import keras
@@ -180,13 +180,6 @@ def matching(model: keras.Model, pattern: str, what: str) -> list[int]:
         known = field_syntax.suggest(pattern.strip("*?"), tuple(dict.fromkeys(_nearest_layers(model))))
         raise UserError(f"{what}: {pattern!r} matches nothing that is trained{known}")
     return matched
-
-
-def describe_factors(model: keras.Model, layer_factors: Sequence[float]) -> str:
-    """Returns the extremes of `layer_factors`: `x0.1 (conv2d) to x10 (dense)`."""
-    layers = _nearest_layers(model)
-    low, high = min(layer_factors), max(layer_factors)
-    return f"x{low:.3g} ({layers[layer_factors.index(low)]}) to x{high:.3g} ({layers[layer_factors.index(high)]})"
 
 
 def with_weights(layer: keras.Layer, names: tuple[str, ...] = ()) -> Iterator[Named]:

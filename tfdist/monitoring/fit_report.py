@@ -12,10 +12,9 @@ import numpy as np
 
 from tfdist.checkpoints import state_shape
 from tfdist.checkpoints.run_folder import RunFolder, strict
-from tfdist.config import buckets
+from tfdist.config import field_syntax
 from tfdist.config.messages import logger
 from tfdist.distributed.distribution import Distribution
-from tfdist.errors import UserError
 from tfdist.monitoring.monitors import Board, peak_memory
 from tfdist.monitoring.recorder import learning_rate, versions
 from tfdist.monitoring.report import curves, page
@@ -55,8 +54,7 @@ class Report(Callback):
     def __init__(self, folder: str | os.PathLike | RunFolder):
         super().__init__()
         if not isinstance(folder, RunFolder):
-            if buckets.is_url(os.fspath(folder)):
-                raise UserError(f"Report({os.fspath(folder)!r}) is in a bucket", "use a folder")
+            field_syntax.check_local("the folder of a Report", os.fspath(folder))
             folder = RunFolder(str(pathlib.Path(folder).expanduser()))
         self._folder = folder
         self._calls: collections.deque[dict[str, Any]] = collections.deque(maxlen=LISTED)

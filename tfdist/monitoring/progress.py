@@ -21,6 +21,7 @@ from rich.table import Column
 
 from tfdist.config.schedule import Plan
 from tfdist.monitoring.recorder import Recorder
+from tfdist.monitoring.report.page import duration
 from tfdist.trainer.callbacks import Callback
 
 # `cpu` in busy cores, `memory` in bytes, and `gpus`, each with its `number` in the driver, `load`, the share of time in
@@ -66,13 +67,6 @@ def rate(per_second: float) -> str:
     return f"{per_second / size:,.0f}{unit} ex/s"
 
 
-def clock(seconds: float) -> str:
-    """Formats seconds as `3:07` or `1:03:07`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 class _Display(Callback):
     takes_many_updates = True
 
@@ -108,9 +102,6 @@ class _Display(Callback):
             return line
         return textwrap.fill(line, width, subsequent_indent="    ", drop_whitespace=True)
 
-    def set_state(self, state: dict) -> None:
-        """Leaves alone what checkpoints of earlier versions have: the recorder knows it."""
-
     def on_epoch_begin(self, epoch, logs=None):
         self._now, self._before = epoch, self._recorder.updates  # of a resumed epoch, some are done
         self._start = self._last = time.perf_counter()
@@ -131,7 +122,7 @@ class Plain(_Display):
             self._printed = self._last
             share, done = f"update {batch + 1}/{self._plan.updates_per_epoch}", self._recorder.updates - self._before
             left = (self._plan.updates - self._recorder.updates) * (self._last - self._start) / done
-            print(self._line(self._now, logs, share, f"{clock(left)} left"), flush=True)
+            print(self._line(self._now, logs, share, f"{duration(left)} left"), flush=True)
 
     def on_epoch_end(self, epoch, logs=None):
         print(self._line(epoch, logs), flush=True)

@@ -70,8 +70,6 @@ def parse(text: str) -> dict[str, list[Any] | Range]:
             raise UserError(f"--over={text!r} is not understood at {part!r}: {_FORM}")
         if name in fields:
             raise UserError(f"--over names {name} twice", "give all its values together")
-        if name == "name":
-            raise UserError("--over=name=... only names runs", "leave it out, each has a folder of its own")
         default = command_line.field(f"config.{name}")
         if dataclasses.is_dataclass(default):
             raise UserError(f"--over: {name} is a group of fields", "name one of them")

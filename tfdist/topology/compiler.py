@@ -9,7 +9,6 @@ import json
 import math
 import os
 import pathlib
-import platform
 import re
 import shutil
 import subprocess
@@ -100,7 +99,6 @@ def all_reduces(lines: Sequence[str]) -> tuple[int, int]:
 
 KINDS = ("tpu", "cuda")
 PLACE = "TFDIST_TOPOLOGY"  # the environment variable that names another folder than the one below the user's cache
-OLDEST = (3, 11)  # what the pinned compilers run on
 INSTALL_LIMIT_S = 3600.0  # seconds of waiting for another installation: half a gigabyte comes over the network
 
 
@@ -133,10 +131,6 @@ def install(kind: str) -> str:
     place = folder(kind)
     if is_there(kind):
         return f"the compilers for {kind} are already in {place}"
-    if sys.version_info[:2] < OLDEST:
-        wanted = ".".join(map(str, OLDEST))
-        fix = f"install them with tfdist under that Python; with the same {PLACE}, this one finds them"
-        raise UserError(f"the compilers need Python {wanted} or newer, and this is {platform.python_version()}", fix)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         lock = place.with_suffix(".lock")
@@ -154,7 +148,10 @@ def install(kind: str) -> str:
         pip = (sys.executable, "-m", "pip", "--python", place / "bin" / "python", "--no-input")
         pinned = ("--require-hashes", "--only-binary", ":all:", "--requirement", requirements(kind))
         if _run(*pip, "install", "--disable-pip-version-check", *pinned):
-            raise UserError(f"pip cannot install the compilers for {kind}: they need Linux on x86_64 and a network")
+            needs = (
+                f"Linux on x86_64, a network and Python 3.11 or newer, which may be another one with the same {PLACE}"
+            )
+            raise UserError(f"pip cannot install the compilers for {kind}: they need {needs}")
         if _run(place / "bin" / "python", "-c", "import jax"):
             raise TrainingError(f"the compilers for {kind} do not run: what they say is above")
         (place / "ready").touch()

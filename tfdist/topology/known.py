@@ -5,6 +5,7 @@ import json
 import pathlib
 import re
 import string
+from typing import Any
 
 from tfdist.config import field_syntax
 from tfdist.errors import UserError
@@ -12,32 +13,13 @@ from tfdist.errors import UserError
 MOST_GPUS = 8  # GPUs of one machine; `multi_worker` compiles the program of one of them, which this does not describe
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GPU:
-    """What XLA's compiler asks of a GPU, from NVIDIA's data sheets and its table of compute capabilities."""
-
-    name: str  # as the driver gives it
-    memory: int  # bytes that a program can use
-    capability: tuple[int, int]
-    cores: int  # streaming multiprocessors
-    units: int  # of float32, of one of these
-    threads: int  # that one of them holds at most
-    shared: int  # bytes of shared memory of one of them; a block can have 1 kB less
-    bandwidth: float  # bytes per second from its memory
-    cache: int  # bytes of its second-level cache
-    clock: float  # GHz, boosted
-    link: float  # bytes per second to the other GPUs of a machine, one way: NVLink, or PCIe where there is none
-
-    def target(self) -> str:
-        """Returns the description as XLA's `GpuTargetConfigProto` in text form."""
-        numbers = dataclasses.asdict(self) | {"bandwidth": int(self.bandwidth), "optin": self.shared - 1024}
-        return _TARGET.substitute(numbers, major=self.capability[0], minor=self.capability[1])
-
-
 _TARGET = string.Template(pathlib.Path(__file__).with_name("gpu_target.txt").read_text())
-_ROWS = json.loads(pathlib.Path(__file__).with_name("gpus.json").read_text())
-GPUS = {name: GPU(**row | {"capability": tuple(row["capability"])}) for name, row in _ROWS.items()}
-"""By the name that stands before the number of them."""
+GPUS: dict[str, dict[str, Any]] = json.loads(pathlib.Path(__file__).with_name("gpus.json").read_text())
+"""What XLA's compiler asks of a GPU, from NVIDIA's data sheets and its table of compute capabilities, by the name that
+stands before the number of them: `name` as the driver gives it; bytes of `memory` that a program can use, and of the
+second-level `cache`; `cores`, streaming multiprocessors, each with `units` of float32, at most so many `threads`, and
+bytes of `shared` memory, of which a block can have 1 kB less; bytes per second from its memory (`bandwidth`) and to the
+other GPUs of a machine, one way (`link`: NVLink, or PCIe where there is none); `clock` in GHz, boosted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,5 +53,8 @@ def find(name: str) -> Topology:
     if match is None or gpu is None or int(match[2]) > MOST_GPUS:
         hint = field_syntax.suggest(name, (*TPUS, *(f"{gpu}x{MOST_GPUS}" for gpu in GPUS)))
         raise UserError(f"unknown --topology={name}{hint}, where a GPU's number goes from x1 to x{MOST_GPUS}")
-    size, link, target = int(match[2]), gpu.link, gpu.target()
-    return Topology(name, "cuda", size, gpu.name, gpu.memory, f"1x1x{size}", gpu.bandwidth, link, target=target)
+    size, (major, minor) = int(match[2]), gpu["capability"]
+    numbers = gpu | {"bandwidth": int(gpu["bandwidth"]), "optin": gpu["shared"] - 1024}
+    target = _TARGET.substitute(numbers, major=major, minor=minor)
+    of_one = gpu["name"], gpu["memory"], f"1x1x{size}", gpu["bandwidth"], gpu["link"]
+    return Topology(name, "cuda", size, *of_one, target=target)

@@ -134,7 +134,8 @@ def export(
         traced = function.get_concrete_function(*specs)
         text = function.experimental_get_compiler_ir(*specs)(stage="stablehlo")
     except (tf.errors.OpError, ValueError, TypeError, NotImplementedError) as error:
-        raise UserError(f"XLA cannot compile {_culprit(error, model)}") from error
+        what = f"XLA cannot compile the update, all of which --topology compiles ({one_line(error, 500)})"
+        raise UserError(what, "leave the layer with that operation out of the model") from error
     # The dialect of TensorFlow's bridge, which other compilers do not read; a copy is there to keep apart two results.
     text = re.sub(r"\bmhlo\.copy\b", "stablehlo.optimization_barrier", text)
     return _program(_PACKED.sub(_unpacked, text), traced, specs, layout, model)
@@ -181,17 +182,3 @@ def _program(text: str, traced: Any, specs: list[tf.TensorSpec], layout: Layout,
         raise RuntimeError(f"the program has {known} results, and not {results} and {len(changed)} variables")
     aliases = [(i, results + n) for n, i in enumerate(changed)]
     return Program(text, layout.max_micro_rows * layout.accumulate, specs, variables, results, aliases)
-
-
-def _culprit(error: Exception, model: keras.Model) -> str:
-    """Returns, for a person, what an error of the lowering is about: the layer and the operation, where it says so."""
-    text = one_line(error, 2000)
-    node = re.search(r"\{\{node ([^}]+)\}\}", text)
-    kinds = "No registered|Detected unsupported operations[^:]*:|Op type not registered"
-    operation = re.search(rf"(?:{kinds}) '?(\w+)", text)
-    where = node[1] if node else ""
-    # Keras numbers the calls of a layer.
-    scopes = {re.sub(r"_\d+$", "", scope) for scope in where.split("/")} | set(where.split("/"))
-    layers = [layer.name for layer in keras_internals.flat_layers(model) if layer.name in scopes]
-    name = f"layer {layers[-1]!r}" if layers else f"operation {where!r}" if where else "the update"
-    return f"{name} ({operation[1] if operation else one_line(error, 200)}): --topology compiles all of it"

@@ -122,7 +122,7 @@ def lines(
         ("checkpoints", "none" if checkpoint.every == "off" else f"every {checkpoint.every}, {checkpoint.keep} kept"),
         ("optimizer", f"{optimizer.name}, {optimizer.schedule}"),
         ("rate", _rates(keras_internals.rate_setting(keras_internals.inner_optimizer(model.optimizer)), plan)),
-        *([("", optimizers.describe_factors(model, factors))] if factors else []),
+        *([("", f"x{min(factors):.3g} to x{max(factors):.3g} by layer")] if factors else []),
         ("model", f"{experiment.model.name}, {model.count_params():,} parameters, {train.precision}"),
         ("memory", size),
         ("", f"optimizer {sized(needs.optimizer)}; activations come on top"),

@@ -131,7 +131,6 @@ def _in_file(error: BaseException, path: str) -> tuple[BaseException | None, int
 DEFAULT_CONFIG = str(files("config")["digits"])
 EXIT_S = 25.0  # time limit for a process to end after a signal and its last message: platforms kill after 30 s
 _BY_SIGNAL = (129, 130, 143)
-_HELP_FULL = {"-helpfull", "--helpfull"}
 OF_THE_ENVIRONMENT = tuple(runtime_options.HELP)
 
 
@@ -272,8 +271,7 @@ def _guarded(run: Callable[[list[str]], int], flags_parser: Callable[[list[str]]
     except SystemExit as end:
         if end.code in _BY_SIGNAL:
             _end_within_limit(end.code)
-        # absl ends --helpfull with 1, which a script takes for a failure.
-        raise SystemExit(0 if end.code == 1 and _HELP_FULL.intersection(sys.argv[1:]) else end.code) from None
+        raise
     except UserError as error:
         print(f"tfdist: error: {shown(error)}", file=sys.stderr)
         sys.exit(2)

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import hashlib
+import multiprocessing.pool
 import os
 import struct
 import sys
@@ -25,7 +26,6 @@ from tfdist.errors import UserError
 
 _HEAD, _TAIL = 512, 16
 _THREADS = 16  # more than cores: on a disk of the network most of the time is waiting
-_PIECE = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,9 +118,8 @@ def _files(folder: str, below: str, above: list[str]) -> Iterator[str]:
 
 def look_at(paths: list[str]) -> list[Look]:
     """Classifies each file by its first and last bytes."""
-    pieces = [paths[i : i + _PIECE] for i in range(0, len(paths), _PIECE)]
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        return [look for piece in pool.map(lambda piece: [_look(path) for path in piece], pieces) for look in piece]
+    with multiprocessing.pool.ThreadPool(_THREADS) as pool:
+        return pool.map(_look, paths)
 
 
 def _look(path: str) -> Look:

@@ -1,7 +1,6 @@
 """Data sets of TFDS: prepared where they are not, and read into memory, by number, or as a stream."""
 
 import contextlib
-import difflib
 import io
 import logging
 import os
@@ -91,9 +90,8 @@ def _builder(name: str, data_dir: str | None) -> tfds.core.DatasetBuilder:
         raise
     except tfds.core.DatasetNotFoundError:
         names = (*config.DATASETS, *tfds.list_builders(with_community_datasets=False))
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}? Else" if near else "see https://www.tensorflow.org/datasets/catalog, or"
-        raise UserError(f"unknown data.name {name!r}: {hint} write package.module:function") from None
+        known = field_syntax.suggest(name, tuple(dict.fromkeys(names)))
+        raise UserError(f"unknown data.name {name!r}{known}, or package.module:function") from None
     except ValueError as error:
         raise UserError(f"data.name={name!r} is not accepted by TFDS: {one_line(error, 300)}") from None
     except Exception as error:  # TFDS lets through whatever reading damaged files raises

@@ -92,19 +92,12 @@ def _gpus(sample: dict) -> list[dict]:
 
 
 def _gpu_lines(samples: list[dict], key: str, unit: float, scale: float) -> list[Line]:
-    """Returns a line per GPU, or where they are too many to distinguish, the lowest, the mean and the highest."""
+    """Returns a line per GPU."""
     xs = [(number(s["seconds"]) or 0) / unit for s in samples]
     tables = [{g.get("number"): number(g.get(key)) for g in _gpus(s)} for s in samples]
     gpus = list(dict.fromkeys(gpu for row in tables for gpu in row))
     rows = [[None if (y := row.get(gpu)) is None else y / scale for gpu in gpus] for row in tables]
-    if len(gpus) <= 4:
-        return [Line(f"GPU {gpu}", xs, [row[i] for row in rows], i + 1) for i, gpu in enumerate(gpus)]
-    known = [[y for y in row if y is not None] for row in rows]
-    return [
-        Line("highest", xs, [max(row, default=None) for row in known], 2, faint=True),
-        Line(f"mean of {len(gpus)}", xs, [sum(row) / len(row) if row else None for row in known], 1),
-        Line("lowest", xs, [min(row, default=None) for row in known], 3, faint=True),
-    ]
+    return [Line(f"GPU {gpu}", xs, [row[i] for row in rows], i % 6 + 1) for i, gpu in enumerate(gpus)]
 
 
 def _not_finite(epochs: list[dict], name: str) -> str:

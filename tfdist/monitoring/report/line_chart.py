@@ -111,7 +111,8 @@ def plot(
         width="100%",
         height=HEIGHT,
     )
-    curves = [{"n": v.name, "c": v.color, "x": [*map(_rounded, v.xs)], "y": [*map(_rounded, v.ys)]} for v in lines]
+    brief = lambda values: [value and float(f"{value:.7g}") for value in values]
+    curves = [{"n": v.name, "c": v.color, "x": brief(v.xs), "y": brief(v.ys)} for v in lines]
     return tag(
         "figure",
         tag("figcaption", tag("b", title), " ", tag("span", unit, class_="unit"), _legend(lines, marks, text)),
@@ -232,10 +233,3 @@ def _legend(lines: Sequence[Line], marks: Sequence[Mark], text: Callable[[float]
     for kind, count in collections.Counter(mark.kind for mark in marks).items():
         entries.append(tag("span", tag("i", class_=f"key mark {kind}"), kind, f" ({count})" if count > 1 else ""))
     return tag("span", *entries, class_="legend")
-
-
-def _rounded(value: float | None) -> float | int | None:
-    if value is None:
-        return None
-    short = float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
-    return int(short) if short == int(short) else short
