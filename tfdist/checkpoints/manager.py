@@ -23,6 +23,7 @@ from tfdist.keras_bridge import setups
 
 HELD_S = 1.0  # least seconds of training between two states that are held in memory for when a worker is lost
 HELD_SHARE = 0.01  # the largest share of the time that holding them may take
+_WRITTEN = set[str]()  # the folders of checkpoints of this process
 
 
 class Checkpoints:
@@ -112,7 +113,9 @@ class Checkpoints:
         if chosen:
             self.facts = chosen.state.get("facts", {}) | self.facts  # a rate is a fact of the first start alone
             self.kept = files.newest_first(self.folder)[::-1]
-            logger.info(f"resuming after update {position.update} from {self._storage.shown(chosen.path)}")
+            whose = ", of an earlier call of fit in this process: give each call a folder of its own"
+            mixed = whose * (self._name in _WRITTEN)  # which resumes data in tf.data that nothing compares
+            logger.info(f"resuming after update {position.update} from {self._storage.shown(chosen.path)}{mixed}")
         self._last = time.monotonic()
         return position
 
@@ -188,6 +191,7 @@ class Checkpoints:
         if not run.distribution.is_chief:
             return
         state = self._state(run, position)
+        _WRITTEN.add(self._name)
         self.seconds += time.perf_counter() - captured
         self.start(state, tensors)
         if wait or not self._asynchronous:

@@ -73,6 +73,7 @@ class KeptFits:
         self._written: list[str] = []  # what ModelCheckpoints of the calls write, in this start
         self._known = dict[int, tuple[dict[str, Any], bool]]()  # facts of recorded calls, and whether they have ended
         self._made = set[tuple[str, ...]]()  # what the calls of this start are told apart by
+        self._stopped = False
         self._warned = False  # of state that cannot be kept
         self._trained_again = False  # whether a call of this start has, and so others may begin with other bits
 
@@ -97,6 +98,8 @@ class KeptFits:
 
     def call(self, fit: Callable[..., Any], model: keras.Model, arguments: dict[str, Any]) -> Any:
         """Trains, or restores what an earlier start of the same script has trained."""
+        if self._stopped:  # by a signal, which the script has caught
+            raise SystemExit(143)
         if self._depth:  # within a callback of another call, which continues with that one
             return fit(model, **arguments)
         if arguments.get("checkpoints"):  # kept by the script itself
@@ -160,6 +163,7 @@ class KeptFits:
         except Interrupted as stopped:
             again = own or record["foreign"]
             logger.info(f"{stopped}: the same command {'trains this call again' if again else 'continues from there'}")
+            self._stopped = True
             raise SystemExit(143) from None
         finally:
             self._depth -= 1
@@ -319,6 +323,7 @@ def _of_call(code: Container[pathlib.Path]) -> dict[str, Any]:
         targets = {name for loop in loops for name in loop.targets}
         named = {*targets, *running.co_varnames[: running.co_argcount + running.co_kwonlyargcount]}
         others = {*running.co_freevars}.union(*(loop.stored for loop in loops))
+        others |= set() if places or running.co_name == "<module>" else {*frame.f_locals}  # of what calls fit
         values = {**frame.f_globals, **frame.f_locals}
         places.append(_called(path, running, frame.f_lasti))
         told = {name: _told(values[name], name in targets) for name in sorted(named & values.keys())}
@@ -388,7 +393,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type | types.FunctionType):
-            return NotImplemented if value is str else (str, (value.__qualname__,))
+            return NotImplemented if value is str else (str, (value.__qualname__, of_object(value)))
         kind = type(value)
         name = str, (kind.__qualname__,)
         if isinstance(value, _OF_KERAS) or kind.__module__.split(".")[0] in ("keras", "tensorflow"):
