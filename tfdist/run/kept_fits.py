@@ -1,6 +1,7 @@
 """What `--workdir` keeps of each `model.fit` of a script, so that the same command continues after a kill."""
 
 import ast
+import collections
 import contextlib
 import copy
 import functools
@@ -20,7 +21,7 @@ import tempfile
 import traceback
 import types
 import uuid
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -378,7 +379,12 @@ def _loops(path: pathlib.Path) -> list[_Loop]:
     return found
 
 
-_OF_KERAS = keras.Layer, keras.callbacks.Callback, keras.Metric, keras.Optimizer
+_FOLLOWING_CALLS = (
+    *(keras.Layer, keras.callbacks.Callback, keras.Metric, keras.Optimizer, os.PathLike),
+    *(random.Random, np.random.Generator, np.random.RandomState),
+)
+_CONTAINERS = list, tuple, set, frozenset, collections.deque
+_PICKLED = {*sys.stdlib_module_names, "numpy", "pandas"}  # what other libraries do for that may last, or change things
 
 
 class _Pickler(pickle.Pickler):
@@ -396,16 +402,16 @@ class _Pickler(pickle.Pickler):
             return NotImplemented if value is str else (str, (value.__qualname__, of_object(value)))
         kind = type(value)
         name = str, (kind.__qualname__,)
-        if isinstance(value, _OF_KERAS) or kind.__module__.split(".")[0] in ("keras", "tensorflow"):
+        if isinstance(value, _FOLLOWING_CALLS):
             return name
         if user_functions.is_users_object(value):
-            content = [*(value.items() if isinstance(value, dict) else value if isinstance(value, Collection) else ())]
+            content = [*(value.items() if isinstance(value, dict) else value if isinstance(value, _CONTAINERS) else ())]
             return *name, [user_functions.attributes(value), content]
-        try:
-            value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        except Exception:  # of a lock, a generator or the like
-            return name
-        return NotImplemented
+        with contextlib.suppress(Exception):  # of a lock, a generator or the like
+            if kind.__module__.split(".")[0] in _PICKLED:
+                value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+                return NotImplemented
+        return name
 
 
 def _pickled(value: Any) -> str:
