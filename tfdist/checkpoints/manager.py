@@ -113,8 +113,7 @@ class Checkpoints:
         if chosen:
             self.facts = chosen.state.get("facts", {}) | self.facts  # a rate is a fact of the first start alone
             self.kept = files.newest_first(self.folder)[::-1]
-            whose = ", of an earlier call of fit in this process: give each call a folder of its own"
-            mixed = whose * (self._name in _WRITTEN)  # which resumes data in tf.data that nothing compares
+            mixed = ", of an earlier call of fit in this process: give each call its folder" * (self._name in _WRITTEN)
             logger.info(f"resuming after update {position.update} from {self._storage.shown(chosen.path)}{mixed}")
         self._last = time.monotonic()
         return position

@@ -22,7 +22,7 @@ import traceback
 import types
 import uuid
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -72,8 +72,8 @@ class KeptFits:
         self._report = fit_report.Report(self._folder)
         self._number = self._depth = 0
         self._written: list[str] = []  # what ModelCheckpoints of the calls write, in this start
-        self._known = dict[int, tuple[dict[str, Any], bool]]()  # facts of recorded calls, and whether they have ended
-        self._made = set[tuple[str, ...]]()  # what the calls of this start are told apart by
+        self._known = dict[int, tuple[dict[str, Any], Any, Any]]()  # facts of calls, and the random states around them
+        self._made = set[str]()  # what the calls of this start are told apart by
         self._stopped = False
         self._warned = False  # of state that cannot be kept
         self._trained_again = False  # whether a call of this start has, and so others may begin with other bits
@@ -91,7 +91,7 @@ class KeptFits:
             user_functions.list_results((self._fits / "results").absolute())
         for path in sorted(self._fits.glob("[0-9]*")):
             record = local_files.read_object(path / RECORD) or {}
-            self._known[int(path.name)] = record.get("facts", {}), bool(record.get("end"))
+            self._known[int(path.name)] = record.get("facts", {}), record.get("begin"), record.get("end")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,12 +117,12 @@ class KeptFits:
             logger.info(f"{what} that the script may have left out: count the rounds of its loop in a variable")
             self._start_anew(folder, before)
             before, self._trained_again = None, True
-        identity = (facts[PLACE], facts[ROUND], facts[AROUND])
-        own = own or "nothing tells it from an earlier one in the same loop" * (identity in self._made)
+        identity = digest([str(facts[name]) for name in (AROUND, *_lasting(facts))])
+        why = own or "nothing but random numbers tells it from an earlier one in its loop" * (identity in self._made)
         self._made.add(identity)
-        if own and not before and not self._warned:
+        if why and not before and not self._warned:
             self._warned = True
-            logger.info(f"WARNING: after a kill, calls of fit as this one train again from their start: {own}")
+            logger.info(f"WARNING: after a kill, calls of fit as this one train again from their start: {why}")
         for path in (path for path in _written(arguments) if self._written.count(path) == 1):
             what = f"call {self._number} of fit writes {path}, as an earlier one does"
             logger.info(f"WARNING: {what}, and may be refused after a kill: give each call a file of its own")
@@ -182,19 +182,22 @@ class KeptFits:
         It is that of the recorded call at the same place, in the same round of the loops around it, or a new one.
         """
         later = [number for number in self._known if number > self._number]
-        there = {number: {**facts, **theirs} for number, (theirs, _) in self._known.items()}
+        there = {number: {**facts, **theirs} for number, (theirs, *_) in self._known.items()}
         for number in later if not self._options.resume_changed else ():
             if any(there[number][name] != fact for name, fact in facts.items() if name.startswith(CODE)):
                 return number, False  # to be refused
         same = lambda number, *names: all(there[number][name] == facts[name] for name in names)
         here = [number for number in there if same(number, PLACE, ROUND)]
-        # A script that has left out others may come here with another call than that which has been here.
-        if len(here) > 1 or (facts[UNTOLD] and any(self._known[number][1] for number in here)):
+        # The same weights, data and random numbers come to the same result, whichever call it was.
+        exact = [n for n in here if same(n, STARTING, *_lasting(facts)) and self._known[n][1] == _random_state()]
+        # Else a script that has left out others may come here with another call than that which has been here.
+        if not exact and (len(here) > 1 or (facts[UNTOLD] and any(self._known[number][2] for number in here))):
             here = [number for number in here if same(number, AROUND)]
-        found = [number for number in here if number > self._number]
+            here = [number for number in here if len(here) == 1 or same(number, *_lasting(facts))]
+        found = [number for number in exact or here if number > self._number]
         if later and not found:
             logger.info("the script makes a call of fit that is none of those recorded: it trains from its start")
-        return (found or [max([self._number, *later]) + 1])[0], len(here) > 1 and bool(found)
+        return (found or [max([self._number, *later]) + 1])[0], len(here) > 1 and not exact and bool(found)
 
     def _start_anew(self, folder: pathlib.Path, before: Mapping[str, Any]) -> None:
         if self._distribution.is_chief:
@@ -263,7 +266,7 @@ class KeptFits:
             if self._distribution.is_chief:
                 folder.mkdir(parents=True, exist_ok=True)
                 self._folder.write_text(f"{FITS}/{folder.name}/{RECORD}", json.dumps(_sealed(record)))
-                self._known[int(folder.name)] = record["facts"], bool(record["end"])
+                self._known[int(folder.name)] = record["facts"], record["begin"], record["end"]
         except (OSError, TrainingError) as error:
             why = one_line(error, 200)
             logger.info(f"WARNING: {why}: after a kill, call {self._number} of fit is made again")
@@ -309,6 +312,11 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
+def _lasting(facts: Mapping[str, object]) -> list[str]:
+    """Returns the names of facts that are the same in each start, on any devices and without a seed."""
+    return [name for name in facts if not name.startswith(("place", AROUND, STARTING, setups.ENCLOSED))]
+
+
 def _of_call(code: Container[pathlib.Path]) -> dict[str, Any]:
     """Returns what tells a call from others: where functions of these files are running, and with what variables.
 
@@ -320,16 +328,16 @@ def _of_call(code: Container[pathlib.Path]) -> dict[str, Any]:
         path, running = pathlib.Path(_STARTED_IN, frame.f_code.co_filename).resolve(), frame.f_code
         if path not in code:
             continue
-        loops = [loop for loop in _loops(path) if loop.first <= line <= loop.last]
-        targets = {name for loop in loops for name in loop.targets}
+        loops = [(counting, stored) for first, last, counting, stored in _loops(path) if first <= line <= last]
+        targets = {name for counting, _ in loops for name in counting}
         named = {*targets, *running.co_varnames[: running.co_argcount + running.co_kwonlyargcount]}
-        others = {*running.co_freevars}.union(*(loop.stored for loop in loops))
+        others = {*running.co_freevars}.union(*(stored for _, stored in loops))
         others |= set() if places or running.co_name == "<module>" else {*frame.f_locals}  # of what calls fit
         values = {**frame.f_globals, **frame.f_locals}
         places.append(_called(path, running, frame.f_lasti))
         told = {name: _told(values[name], name in targets) for name in sorted(named & values.keys())}
         rounds += told.items()
-        untold |= any(not any(told.get(name) for name in loop.targets) for loop in loops)
+        untold |= any(not any(map(told.get, counting)) for counting, _ in loops)
         untold |= not all(part for name, part in told.items() if name not in targets)
         around += [(name, _pickled(values[name])) for name in sorted((named | others) & values.keys())]
     return {PLACE: digest(places), ROUND: digest(rounds), AROUND: digest(around), UNTOLD: untold}
@@ -356,16 +364,9 @@ def _calls(path: pathlib.Path) -> dict[tuple, str]:
     return {place(node): ast.unparse(node.func) for node in sorted(calls, key=place)}
 
 
-class _Loop(NamedTuple):
-    first: int
-    last: int
-    targets: set[str]  # what counts its rounds
-    stored: set[str]  # in it
-
-
 @functools.cache
-def _loops(path: pathlib.Path) -> list[_Loop]:
-    """Returns the loops of a file, by their lines."""
+def _loops(path: pathlib.Path) -> list[tuple[int, int, set[str], set[str]]]:
+    """Returns the first and last line of each loop of a file, with what counts its rounds, and all that it sets."""
     found = []
     names = lambda *parts: {n.id for part in parts for n in ast.walk(part) if isinstance(n, ast.Name)}
     for node in ast.walk(user_functions.tree(path)):
@@ -375,7 +376,7 @@ def _loops(path: pathlib.Path) -> list[_Loop]:
             parts += [node.test, *(n.target for n in ast.walk(node) if isinstance(n, ast.AugAssign))]
         if parts and isinstance(node, ast.stmt | ast.expr):
             stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-            found.append(_Loop(node.lineno, node.end_lineno or 0, names(*parts), names(*stored)))
+            found.append((node.lineno, node.end_lineno or 0, names(*parts), names(*stored)))
     return found
 
 
