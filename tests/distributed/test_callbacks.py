@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from support import callback_scenes, training_cases, worlds
+from support.covering import first
 
 WORLDS = {
     "ring": ("multi_worker", {"communication": "ring"}),
@@ -28,12 +29,7 @@ LONG = ("forked", "measured", "on_batch")
 """Scenes that take as long as all others, each of one test, which is `whole`."""
 
 
-def first(count, cells):
-    """The first names are of `make test`; the world of two workers need not train the others there."""
-    return [pytest.param(name, marks=[pytest.mark.whole] * (i >= count)) for i, name in enumerate(cells)]
-
-
-@pytest.fixture(scope="module", params=[pytest.param(w, marks=[pytest.mark.whole] * (w != "ring")) for w in WORLDS])
+@pytest.fixture(scope="module", params=first(1, WORLDS))
 def world(request, tmp_path_factory):
     """The folder of two workers, and what each has found, by scene: the first ones, and others if asked for."""
     folder, names = tmp_path_factory.mktemp("world"), [*LONG, *UNSEEDED, *SEEDED, *OTHER_INPUTS, *ENDED]
