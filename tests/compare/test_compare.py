@@ -170,6 +170,7 @@ def folders(tmp_path, tfds_dir, monkeypatch, capsys):
     return make
 
 
+@pytest.mark.whole
 def test_distances_have_names_and_are_of_all_weights(folders):
     one, two, other = folders("one", 1), folders("two", 2), folders("other", 1, options="depth=2")
     found = weight_distance.difference(one, two)
