@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from support import training_cases, worlds, zero_cases
+from support.covering import first
 from support.refusals import refused
 from support.zero_cases import O, data, trained
 
@@ -31,9 +32,7 @@ def test_slices_give_the_bits_of_whole_state(connect, name, replicas):
     assert whole == sliced
 
 
-@pytest.mark.parametrize(
-    "world", [pytest.param(world, marks=[pytest.mark.whole] * (world != "shared memory")) for world in WORLDS]
-)
+@pytest.mark.parametrize("world", first(1, WORLDS))
 def test_slices_on_several_workers_give_the_bits_of_whole_state(tmp_path, world):
     strategy, names, options = WORLDS[world]
     outcomes = worlds.outcomes(tmp_path, strategy, 2, "zero", [*names, "refusal", "resume"], **options)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from support import training_cases
+from support.covering import first
 
 import tfdist
 
@@ -135,17 +136,9 @@ def test_keras_counts_an_update_that_it_did_not_make_where_data_ends_unforeseen(
     assert trained(False, False)[1] > 8
 
 
+@pytest.mark.parametrize("replicas", first(1, [2, 1]))
 @pytest.mark.parametrize(
-    "name, replicas",
-    [
-        ("uneven tail", 2),
-        *(
-            pytest.param(name, replicas, marks=pytest.mark.whole)
-            for name in ["uneven tail", "accumulate", "masked sequences", "l2 regulariser", "two outputs"]
-            for replicas in [1, 2]
-            if (name, replicas) != ("uneven tail", 2)
-        ),
-    ],
+    "name", first(1, ["uneven tail", "accumulate", "masked sequences", "l2 regulariser", "two outputs"])
 )
 def test_xla_agrees(name, replicas, reference):
     case = next(c for c in training_cases.CASES if c.name == name)

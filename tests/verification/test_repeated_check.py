@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import ops
+from support.covering import first
 
 import tfdist
 from tfdist.keras_bridge import row_mixing
@@ -57,14 +58,13 @@ def forever(x, y):
 
 FORMS = {
     "data set": lambda x, y: tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH),
+    "PyDataset": Sequence,
     "endless data set": lambda x, y: tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).repeat(),
     "of unknown length": lambda x, y: tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).filter(lambda *_: True),
     "generator": forever,
-    "PyDataset": Sequence,
 }
 
 
-LIKE_OTHERS = "endless data set", "of unknown length", "generator"
 IN_AN_EVALUATION = r"^found after \d+ batches: .* in an evaluation: loss 'ignoring' differs"
 
 
@@ -76,9 +76,7 @@ def compiled(connect, *layers, loss=ignoring, replicas=2, metrics=None):
     return model
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=[pytest.mark.whole] * (form in LIKE_OTHERS)) for form in FORMS]
-)
+@pytest.mark.parametrize("form", first(2, FORMS))
 def test_rows_of_later_batches(connect, form):
     fit = lambda late: tfdist.fit(
         compiled(connect), FORMS[form](*data(late)), epochs=2, steps_per_epoch=9, distribution=connect(2), verbose=0
