@@ -164,6 +164,7 @@ def test_a_check_that_is_repeated_changes_nothing_and_keeps_no_model(connect):
     assert gone() is None
 
 
+@pytest.mark.whole
 def test_r2_score_of_a_single_row(connect):
     """It is the quotient of two rounding errors, which replicas need not share; what it sums up they do."""
     generator = np.random.default_rng(0)
@@ -198,9 +199,8 @@ def large(rows=2 * LARGE):
     return x, x[:, :1] * 0.5
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("rows", [30, 80])
-@pytest.mark.parametrize("kind", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize("rows", first(1, [80, 30]))
+@pytest.mark.parametrize("kind", first(1, ["fit", "evaluate", "predict"]))
 def test_a_capacity_of_rows_of_a_batch(connect, kind, rows):
     """30 rows show before the first batch, and were taken for rounding; 80 show on whole batches alone."""
     model, (x, y) = compiled(connect, lambda: Capacity(rows), loss="mse"), large()
