@@ -378,9 +378,7 @@ def test_a_signal_stops_after_the_call_and_saves(number, run, tmp_path):
     assert (tmp_path / "out" / "model.keras").exists()
 
 
-@pytest.mark.parametrize(
-    "command", first(2, ["launch", "train", *sorted(COMMANDS.keys() - {"launch", "run", "train"})])
-)
+@pytest.mark.parametrize("command", first(2, list(COMMANDS)[1:]))
 def test_version_and_help(command, run, files):
     """Without TensorFlow, and in a terminal of 80 columns."""
     done = run(f"tfdist.{command}", "--version", path=str(files))

@@ -8,11 +8,8 @@ import pytest
 from support import callback_scenes, training_cases, worlds
 from support.covering import first
 
-WORLDS = {
-    "ring": ("multi_worker", {"communication": "ring"}),
-    "shared memory": ("multi_worker", {}),
-    "horovod": ("horovod", {}),
-}
+WORLDS = {"ring": ("multi_worker", {"communication": "ring"}), "shared memory": ("multi_worker", {})}
+WORLDS["horovod"] = "horovod", {}
 """How two workers sum; those of `test_workers.py` do it through shared memory and by Horovod in `make test`."""
 UNSEEDED = {"shuffled evaluate": "batch 1", "shuffled fit": "update 1", "shuffled predict": "batch 1"}
 SEEDED = ["shuffled seeded", "shuffled of unknown length", "shuffled with a batch without rows", "shuffled augmented"]

@@ -64,15 +64,8 @@ def trainable(model):
     return np.concatenate([np.ravel(w) for w in model.trainable_variables])
 
 
-@pytest.mark.parametrize(
-    "after, replicas, most",
-    [
-        pytest.param(0, 1, 6, marks=pytest.mark.faults),
-        pytest.param(0, 3, 4, marks=pytest.mark.faults),
-        pytest.param(5, 1, 6, marks=pytest.mark.whole),
-        pytest.param(5, 3, 4, marks=pytest.mark.faults),
-    ],
-)
+@pytest.mark.faults
+@pytest.mark.parametrize("after, replicas, most", [(0, 1, 6), (0, 3, 4), (5, 1, 6), (5, 3, 4)])
 def test_it_goes_on_with_smaller_micro_batches_and_the_same_result(
     after, replicas, most, connect, tmp_path, said, monkeypatch
 ):
