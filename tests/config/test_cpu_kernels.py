@@ -18,6 +18,7 @@ from tfdist.errors import UserError
 
 OTHER = {"onednn": "eigen", "eigen": "onednn"}
 HERE = cpu_kernels.in_use()
+TAKEN = [("auto", None, "onednn"), ("auto", "0", "eigen"), ("eigen", None, "eigen"), ("onednn", "0", "onednn")]
 
 
 @pytest.fixture
@@ -54,9 +55,6 @@ from tfdist.config import cpu_kernels
 tfdist.connect("default", **{options})
 print(cpu_kernels.in_use())
 """
-
-
-TAKEN = [("auto", None, "onednn"), ("auto", "0", "eigen"), ("eigen", None, "eigen"), ("onednn", "0", "onednn")]
 
 
 @pytest.mark.whole

@@ -19,6 +19,7 @@ from tfdist.trainer import keras_patch
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(45, 6)).astype("float32"), RNG.integers(0, 3, 45)
+NORMS = [(True, "synchronized over the replicas (layers: 1)"), (False, "WARNING: sync_batch_norm is off")]
 
 
 class Scores(keras.callbacks.Callback):
@@ -149,9 +150,6 @@ def test_options_of_tfdist_are_taken_and_misspelled_ones_refused(patched, tmp_pa
     assert any(tmp_path.iterdir())
     with pytest.raises(tfdist.UserError, match=r"no option 'epoch': did you mean 'epochs'\?"):
         model.fit(X, Y, epoch=3)
-
-
-NORMS = [(True, "synchronized over the replicas (layers: 1)"), (False, "WARNING: sync_batch_norm is off")]
 
 
 @pytest.mark.parametrize("sync, told", first(1, NORMS))
