@@ -30,6 +30,7 @@ from tfdist.horovod_build import workspace
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 RECORD = "tensorflow/libtensorflow_framework.so.2,sha256={},1\ntensorflow/__init__.py,sha256=abc,3\n"
+ENDS = [(signal.SIGTERM, 143, "ended by SIGTERM"), (signal.SIGINT, 130, "interrupted")]
 
 SETUP = """
 import json, os, shlex, subprocess, sysconfig
@@ -316,9 +317,6 @@ def test_a_python_that_belongs_to_the_system(tmp_path, monkeypatch):
     wanted = horovod_install.Build(horovod_install.TensorFlow("9.9.0"), SUFFIX, ("Gloo",))
     with pytest.raises(UserError, match=r"a virtual environment \(this Python is the system's\): .*python3 -m venv"):
         workspace.find(wanted, {"PATH": os.environ["PATH"]})
-
-
-ENDS = [(signal.SIGTERM, 143, "ended by SIGTERM"), (signal.SIGINT, 130, "interrupted")]
 
 
 @pytest.mark.parametrize("number, code, said", first(1, ENDS))
