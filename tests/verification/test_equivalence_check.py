@@ -411,6 +411,7 @@ def fitted(connect, make, replicas=2, **options):
     return built
 
 
+@pytest.mark.whole
 def test_what_rounding_hides_is_seen_in_float64(connect, capsys):
     with pytest.raises(tfdist.UserError, match=r"disagree on this .*call tfdist.synchronize_batch_norm\(model\)"):
         fitted(connect, lambda: deep(False))
