@@ -191,6 +191,7 @@ def names(url):
     return sorted(n.partition("/")[0] for n in Bucket(url).listing() if n.endswith("manifest.json"))
 
 
+@pytest.mark.parametrize("faulty", ["s3", pytest.param("gs", marks=pytest.mark.whole)], indirect=True)
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.whole)])
 def test_stopped_again_and_again_with_faults_ends_with_the_same_bits(replicas, place, connect, faulty):
     distribution = connect(replicas)
@@ -218,6 +219,7 @@ def test_stopped_again_and_again_with_faults_ends_with_the_same_bits(replicas, p
     assert Bucket(place).get_bytes("latest") == b"12\n"
 
 
+@pytest.mark.parametrize("faulty", ["gs", pytest.param("s3", marks=pytest.mark.whole)], indirect=True)
 def test_a_bucket_that_fails_is_as_a_broken_disk(place, connect, faulty, said):
     faulty.fault = Broken("503", ("PUT",), 5 * faulty.attempts)
     checkpoints = kept(place)

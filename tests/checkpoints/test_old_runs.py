@@ -90,6 +90,7 @@ def test_the_state_is_loaded_to_the_last_bit(name, checkpoint, runs, connect):
         np.testing.assert_array_equal(captured[place(name)], stored.get_tensor(name), err_msg=name)
 
 
+@pytest.mark.whole
 def test_a_completed_run_is_measured_as_it_measured_itself(run, runs):
     done = run("tfdist.evaluate", "--workdir=runs/completed", "--output=-")
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ from tfdist.errors import UserError
 
 OTHER = {"onednn": "eigen", "eigen": "onednn"}
 HERE = cpu_kernels.in_use()
+TAKEN = [("auto", None, "onednn"), ("auto", "0", "eigen"), ("eigen", None, "eigen"), ("onednn", "0", "onednn")]
 
 
 @pytest.fixture
@@ -56,15 +57,8 @@ print(cpu_kernels.in_use())
 """
 
 
-@pytest.mark.parametrize(
-    "kernels, variable, taken",
-    [
-        ("auto", None, "onednn"),
-        pytest.param("auto", "0", "eigen", marks=pytest.mark.whole),
-        pytest.param("eigen", None, "eigen", marks=pytest.mark.whole),
-        pytest.param("onednn", "0", "onednn", marks=pytest.mark.whole),
-    ],
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("kernels, variable, taken", TAKEN)
 def test_what_tensorflow_takes(kernels, variable, taken):
     if "avx2" not in cpu_kernels.cpu_flags():
         pytest.skip("this CPU has no AVX2")

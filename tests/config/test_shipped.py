@@ -28,6 +28,7 @@ def test_all_of_the_checkout_have_a_name():
     assert set(command_line.files("flagfile")) == {p.stem for p in (ROOT / "flags").iterdir()}
 
 
+@pytest.mark.whole
 def test_an_installation_into_any_folder_has_them(tmp_path):
     """`pip install --target DIR` and `PYTHONPATH=DIR`, as images and functions in the cloud have it.
 

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support.covering import first
 
 import tfdist
 from tfdist.data import batches
@@ -63,21 +64,21 @@ def data(seed):
     return tf.data.Dataset.from_tensor_slices((X, np.arange(12))).shuffle(12, seed=seed).batch(4)
 
 
-def test_it_goes_on_after_a_resume_and_a_restart():
-    chief, other = feed_of(data(3), first=0, local=1), feed_of(data(3), first=1, local=1)
-    endless = [feed_of(data(3).filter(lambda x, y: True), first=rank, local=1) for rank in range(2)]
-    for one, two in ((chief, other), endless):
-        (digest, rows), (same, others) = read(one, 0, 2), read(two, 0, 2)
-        assert digest == same and rows != others, "each has its own rows of them"
-        for feed in (one, two):
-            feed.resume(5, 1, 2)
-        assert read(one, 5, 1)[0] == read(two, 5, 1)[0]
-        for feed in (one, two):
-            feed.restart()
-        assert read(one, 6, 1)[0] == read(two, 6, 1)[0]
+@pytest.mark.parametrize("unknown", first(1, [True, False]))
+def test_it_goes_on_after_a_resume_and_a_restart(unknown):
+    made = lambda: data(3).filter(lambda x, y: True) if unknown else data(3)
+    one, two = (feed_of(made(), first=rank, local=1) for rank in range(2))
+    (digest, rows), (same, others) = read(one, 0, 2), read(two, 0, 2)
+    assert digest == same and rows != others, "each has its own rows of them"
+    for feed in (one, two):
+        feed.resume(5, 1, 2)
+    assert read(one, 5, 1)[0] == read(two, 5, 1)[0]
+    for feed in (one, two):
+        feed.restart()
+    assert read(one, 6, 1)[0] == read(two, 6, 1)[0]
 
 
-@pytest.mark.parametrize("unknown", [False, True])
+@pytest.mark.parametrize("unknown", first(1, [True, False]))
 def test_a_resume_of_a_training_that_began_later_reads_no_more_than_it_had(unknown):
     """It skipped the epochs before `initial_epoch`, too, so that all that followed had another order."""
     made = lambda: feed_of(data(3).filter(lambda x, y: True) if unknown else data(3), first=0, local=1)
@@ -128,9 +129,8 @@ def test_a_lone_worker_looks_at_nothing():
     assert feed.digest(1) == []
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("loss", ["mse", lambda y, x: keras.ops.mean(keras.ops.square(y - x))])
+@pytest.mark.parametrize("replicas", first(1, [1, 3]))
+@pytest.mark.parametrize("loss", first(1, [lambda y, x: keras.ops.mean(keras.ops.square(y - x)), "mse"]))
 def test_a_batch_without_rows_is_an_update_without_a_gradient(connect, replicas, loss):
     """As in Keras, momentum goes on; one that makes the mean of nothing NaN is asked for no loss."""
     whole = tf.data.Dataset.from_tensor_slices((X, X[:, :1], X[:, 1] ** 2)).batch(8)
@@ -159,7 +159,7 @@ def test_a_batch_without_rows_is_an_update_without_a_gradient(connect, replicas,
         np.testing.assert_allclose(ours, of_keras, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("count, known", [(None, True), (3, True), (None, False)], ids=["ends", "repeats", "filtered"])
+@pytest.mark.parametrize("count, known", first(1, [(None, True), (3, True), (None, False)]))
 def test_the_order_of_a_cache_is_that_of_keras(connect, count, known):
     """What `prefetch` had read when the first batch had been looked at decided which order was kept."""
     x = np.random.default_rng(0).normal(size=(48, 6))
@@ -215,12 +215,12 @@ def drawing(kind):
 
 DRAWS = ["layer and generator and operation", "numpy and global and python", "python examples"]
 """The draws of TensorFlow's, those of functions of Python's, and those of a generator of Python's."""
-ALONE = [pytest.param(kind, marks=pytest.mark.whole) for kinds in DRAWS[:2] for kind in kinds.split(" and ")]
+ALONE = [kind for kinds in DRAWS[:2] for kind in kinds.split(" and ")]
+DRAWN = [(kind, *how) for kind in [*DRAWS, *ALONE] for how in ((1, None), (2, None), (2, 4))]
+SHORT = (DRAWS[1], 2, 4)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", [*DRAWS, *ALONE])
-@pytest.mark.parametrize("replicas, steps", [(1, None), (2, None), (2, 4)])
+@pytest.mark.parametrize("kind, replicas, steps", first(1, sorted(DRAWN, key=lambda cell: cell != SHORT)))
 def test_what_a_data_set_draws_is_what_it_draws_for_keras(connect, tmp_path, kind, replicas, steps):
     """Looks at the first batch drew, and reading ahead did so by an amount that depended on the time."""
 

@@ -57,6 +57,7 @@ def test_what_fits_is_held(load):
         np.testing.assert_array_equal(found, expected.astype(found.dtype))
 
 
+@pytest.mark.whole
 def test_images_of_several_sizes_and_inputs_by_name(load):
     ragged = Source(lambda i: (PIXELS[i][: 5 + i % 2], np.float64(i)))
     data = load(ragged, image_size="4")

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support.covering import first
 from support.refusals import refused
 
 import tfdist
@@ -33,13 +34,16 @@ def counting(distribution, examples):
     return model
 
 
+EXAMPLES = first(3, [1, BATCH, 3 * BATCH - 1, BATCH - 1, BATCH + 1])
+
+
 def times_seen(model):
     return (100.0 - model.get_weights()[0][:, 0]).tolist()
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("replicas", [1, 3, 8])
-@pytest.mark.parametrize("examples", [1, BATCH - 1, BATCH, BATCH + 1, 3 * BATCH - 1])
+@pytest.mark.parametrize("examples", EXAMPLES)
 def test_each_example_once_per_epoch(examples, replicas, connect):
     distribution = connect(replicas)
     x, y = np.arange(examples)[:, None], np.zeros(examples)
@@ -72,7 +76,7 @@ def test_each_example_of_a_dataset_once_per_epoch(examples, known, replicas, con
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("replicas", [1, 3, 8])
-@pytest.mark.parametrize("examples", [1, BATCH - 1, BATCH, BATCH + 1, 3 * BATCH - 1])
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("as_dataset", [False, True, "of unknown length"])
 def test_predict_and_evaluate_see_each_example_once_in_order(examples, replicas, as_dataset, connect):
     distribution = connect(replicas)

@@ -6,8 +6,12 @@ import keras
 import numpy as np
 import pytest
 from support import callback_scenes, training_cases, worlds
+from support.covering import first
 
-UNSEEDED = {"shuffled fit": "update 1", "shuffled evaluate": "batch 1", "shuffled predict": "batch 1"}
+WORLDS = {"ring": ("multi_worker", {"communication": "ring"}), "shared memory": ("multi_worker", {})}
+WORLDS["horovod"] = "horovod", {}
+"""How two workers sum; those of `test_workers.py` do it through shared memory and by Horovod in `make test`."""
+UNSEEDED = {"shuffled evaluate": "batch 1", "shuffled fit": "update 1", "shuffled predict": "batch 1"}
 SEEDED = ["shuffled seeded", "shuffled of unknown length", "shuffled with a batch without rows", "shuffled augmented"]
 OTHER_INPUTS = {
     "shuffled another row": 3, "shuffled other inputs": 1, "shuffled other inputs of a PyDataset": 1,
@@ -18,24 +22,23 @@ ENDED = {
 }  # fmt: skip
 
 
-def first(count, cells):
-    """The first names are of `make test`; the world of two workers need not train the others there."""
-    return [pytest.param(name, marks=[pytest.mark.whole] * (i >= count)) for i, name in enumerate(cells)]
+LONG = ("forked", "measured", "on_batch")
+"""Scenes that take as long as all others, each of one test, which is `whole`."""
 
 
-@pytest.fixture(scope="module", params=["multi_worker", pytest.param("horovod", marks=pytest.mark.whole)])
+@pytest.fixture(scope="module", params=first(1, WORLDS))
 def world(request, tmp_path_factory):
-    """The folder of two workers, and what each has found, by scene: all that have one name, and others if asked for."""
-    folder, names = tmp_path_factory.mktemp("world"), [*UNSEEDED, *SEEDED, *OTHER_INPUTS, *ENDED]
-    scenes = [*callback_scenes.SCENES, *worlds.asked(request, names, world=request.param)]
-    return folder, worlds.outcomes(folder, request.param, 2, "scene", scenes)
+    """The folder of two workers, and what each has found, by scene: the first ones, and others if asked for."""
+    folder, names = tmp_path_factory.mktemp("world"), [*LONG, *UNSEEDED, *SEEDED, *OTHER_INPUTS, *ENDED]
+    strategy, options = WORLDS[request.param]
+    scenes = callback_scenes.SCENES.keys() - LONG | {*worlds.asked(request, names, world=request.param)}
+    return folder, worlds.outcomes(folder, strategy, 2, "scene", sorted(scenes), **options)
 
 
 def scene(world, name):
     return [worker[name] for worker in world[1]]
 
 
-@pytest.mark.whole
 def test_callbacks_that_write_are_called_on_the_chief_alone(world):
     chief, other = scene(world, "writers")
     expected = {"log.csv", *(f"{n}.keras" for n in range(1, 5)), "update 2.keras", "update 4.keras"}
@@ -132,32 +135,38 @@ def test_a_callback_of_one_worker_ends_on_all_what_it_ends_there(world, connect)
     assert (world[0] / "2.keras").exists()
 
 
-def test_a_callback_measures_as_with_keras(world, connect):
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["measured"])
+def test_a_callback_measures_as_with_keras(world, name, connect):
     """Keras' own `evaluate` and `predict` end with an error where workers share their variables."""
     x, y = training_cases.images(42)
     callback, model = callback_scenes.Measures(), callback_scenes.plain(connect(1))
     model.fit(x, y, 12, 2, 0, [callback], shuffle=False)
-    for rank, worker in enumerate(scene(world, "measured")):
+    for rank, worker in enumerate(scene(world, name)):
         assert ("tfdist: checked: " in worker["said"]) == (rank == 0) and worker["left"] == set()
         for (rows, values, names), expected in zip(worker["found"], callback.found, strict=True):
             np.testing.assert_allclose(rows, expected[0], rtol=1e-5, atol=1e-6)
             assert values == pytest.approx(expected[1], rel=1e-6) and names == expected[2]
 
 
-def test_calls_with_one_batch_return_what_keras_returns(world, connect):
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["on_batch"])
+def test_calls_with_one_batch_return_what_keras_returns(world, name, connect):
     expected = callback_scenes.calls(keras.Model, callback_scenes.plain(connect(1)))
-    for seen, text, said in scene(world, "on_batch"):
+    for seen, text, said in scene(world, name):
         assert text.startswith("the model returns text, which cannot be gathered from several workers: ")
         training_cases.all_same(keras.tree.flatten(seen), keras.tree.flatten(expected), rtol=1e-4, atol=1e-5)
         message = r"worker 1 .* has other batches than worker 0 .*: give all workers the same, .* and seed random numb"
         assert re.match(message, said), said
 
 
-def test_a_child_that_ends_by_sys_exit_ends_no_worker(world, request):
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["forked"])
+def test_a_child_that_ends_by_sys_exit_ends_no_worker(world, name, request):
     """It has inherited their exit handlers and connections."""
     if "horovod" in request.node.name:
         pytest.skip("Gloo's threads abort once a child has run the exit handlers of C++")
-    assert scene(world, "forked") == [{"codes": 3, "epochs": [0, 1]}] * 2
+    assert scene(world, name) == [{"codes": 3, "epochs": [0, 1]}] * 2
 
 
 def test_what_one_worker_changes_alone_is_noticed_on_all(world):
@@ -167,7 +176,7 @@ def test_what_one_worker_changes_alone_is_noticed_on_all(world):
     assert re.search(r"before an evaluation: .*bias differs on worker 1 \(\S*\) from worker 0", chief["weights"])
 
 
-@pytest.mark.parametrize("name", first(2, ENDED))
+@pytest.mark.parametrize("name", first(1, ENDED))
 def test_data_that_ends_earlier_on_one_worker_is_named_on_all(world, name):
     chief, other = scene(world, name)
     assert chief == other

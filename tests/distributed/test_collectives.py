@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from support import processes, shipped, training_cases
+from support.covering import first
 
 import tfdist
 from tfdist.config import schedule as schedule_lib
@@ -90,7 +91,7 @@ class Changes(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize(
-    "moment, when", [("on_epoch_end", "after the last update"), ("on_train_end", "at the end of fit")]
+    "moment, when", first(1, [("on_train_end", "at the end of fit"), ("on_epoch_end", "after the last update")])
 )
 def test_a_weight_that_a_callback_changes_on_one_replica_is_noticed_at_the_end(connect, moment, when, tmp_path):
     model = training_cases.build(CASE, connect(2), "float32")
@@ -164,6 +165,7 @@ def model(spec):
 """
 
 
+@pytest.mark.whole
 def test_gradients_of_a_weighted_loss_and_of_regularizers_add_up_alike_on_all_replicas(tmp_path):
     """Grappler made one `add_n` of the three: the run failed at its end, with replicas that differed."""
     (tmp_path / "weighted.py").write_text(WEIGHTED)

@@ -27,11 +27,10 @@ WORLDS = {
 
 SHORT = {
     "multi_worker 2": "batch norm, synchronized",
-    "multi_worker 2 by ring": "clip global norm",
     "horovod 2": "weights averaged",
 }
 """Worlds of `make test`, with a case for each; three processes, and two devices in each, take minutes to trace on two
-cores, as does an optimizer that Keras does not fuse by ring."""
+cores. The ring is that of `test_callbacks.py`."""
 
 SHRUNK = {"sums in float16": 1e-3, "sums in bfloat16": 1e-2}
 """Types in which sums may travel, and what that may change."""
@@ -87,10 +86,10 @@ def test_every_worker_ends_with_the_same(name, world, workers_of):
 
 
 def shrinking():
-    """Yields (world, type); `make test` has each way of summing, and both types that Horovod takes or refuses."""
-    twins = ("multi_worker 2", "sums in float16"), ("multi_worker 2 by ring", "sums in bfloat16")
+    """Yields (world, type); `make test` has both types that Horovod takes or refuses."""
+    twin = ("multi_worker 2", "sums in float16")
     for cell in itertools.product(WORLDS, SHRUNK):
-        yield pytest.param(*cell, marks=[pytest.mark.whole] * (cell in twins or cell[0] not in SHORT))
+        yield pytest.param(*cell, marks=[pytest.mark.whole] * (cell == twin or cell[0] not in SHORT))
 
 
 @pytest.mark.parametrize("world, name", shrinking())

@@ -20,6 +20,7 @@ import venv
 from importlib import metadata
 
 import pytest
+from support.covering import first
 
 from tfdist.distributed import horovod_install
 from tfdist.errors import TrainingError, UserError
@@ -29,6 +30,7 @@ from tfdist.horovod_build import workspace
 REPOSITORY = pathlib.Path(__file__).parents[2]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 RECORD = "tensorflow/libtensorflow_framework.so.2,sha256={},1\ntensorflow/__init__.py,sha256=abc,3\n"
+ENDS = [(signal.SIGTERM, 143, "ended by SIGTERM"), (signal.SIGINT, 130, "interrupted")]
 
 SETUP = """
 import json, os, shlex, subprocess, sysconfig
@@ -317,14 +319,8 @@ def test_a_python_that_belongs_to_the_system(tmp_path, monkeypatch):
         workspace.find(wanted, {"PATH": os.environ["PATH"]})
 
 
-@pytest.mark.parametrize(
-    "number, code, line",
-    [
-        pytest.param(signal.SIGINT, 130, "tfdist: interrupted, Horovod is not built", marks=pytest.mark.whole),
-        (signal.SIGTERM, 143, "tfdist: ended by SIGTERM, Horovod is not built"),
-    ],
-)
-def test_a_signal_ends_the_compiler_too(number, code, line, site, tmp_path):
+@pytest.mark.parametrize("number, code, said", first(1, ENDS))
+def test_a_signal_ends_the_compiler_too(number, code, said, site, tmp_path):
     one = site()
     one.release()
     pipe = tmp_path / "pipe"
@@ -340,7 +336,7 @@ def test_a_signal_ends_the_compiler_too(number, code, line, site, tmp_path):
         _, err = process.communicate(timeout=60)
         readable(end)
         assert end.read() == b""  # nobody is left
-    assert (process.returncode, err) == (code, f"{line}\n")
+    assert (process.returncode, err) == (code, f"tfdist: {said}, Horovod is not built\n")
     assert not list(one.folder.glob("tfdist-horovod-*")) and not one.have("horovod")
 
 

@@ -22,6 +22,7 @@ import pytest
 import tensorflow as tf
 from conftest import REPOSITORY
 from support import many_commands
+from support.covering import first
 from support.finished_runs import TRAIN, made_run
 from support.refusals import refused
 
@@ -61,7 +62,7 @@ def digits(tfds_dir, split="test"):
     return registry.load(e)
 
 
-@pytest.mark.parametrize("world", [pytest.param(w, marks=[pytest.mark.whole] * (w != "one device")) for w in WORLDS])
+@pytest.mark.parametrize("world", first(1, WORLDS))
 def test_every_strategy_finds_what_the_run_ended_with(world, after, trained, tfds_dir):
     """Evaluation and predictions, beside Keras' own on the saved model; and the run is as it was."""
     starter, flags = WORLDS[world]
@@ -295,6 +296,7 @@ def test_functions_that_have_changed_since_the_training_are_refused(run, tmp_pat
     assert not any("site-packages" in name for name in found), "of an environment below the working folder"
 
 
+@pytest.mark.whole
 def test_a_vocabulary_that_has_changed_since_the_training_is_refused(run, tmp_path):
     """The layer reads its file with TensorFlow, and no weight tells what was in it."""
     (tmp_path / "own.py").write_text("""
@@ -345,6 +347,7 @@ def test_a_changed_digit_is_found(name, before, after, copy):
     assert [finding.status for finding in findings] == ["fail", "fail"] and name in findings[0].finding
 
 
+@pytest.mark.whole
 def test_a_changed_layer_of_a_model_from_a_file_is_found(run, tmp_path):
     """Its weights are those that `result.json` names; only the layers that they are put into are others."""
     layers = [keras.layers.Flatten(), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(10)]
@@ -420,7 +423,7 @@ def test_data_that_the_model_was_not_trained_for(changes, message):
         compatibility.check_data(config.Experiment(), spec(**changes), spec())
 
 
-@pytest.mark.parametrize("cache", ["memory", "stream"])
+@pytest.mark.parametrize("cache", first(1, ["memory", "stream"]))
 def test_fractions_for_a_classifier(cache, after, trained):
     """A loss would take 0.9 for class 0."""
     for end in "xy":

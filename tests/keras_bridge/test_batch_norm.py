@@ -71,6 +71,7 @@ def test_left_to_keras(layer):
     assert measured(model, model)[1] is False
 
 
+@pytest.mark.whole
 def test_a_fit_agrees_with_keras():
     keras.utils.set_random_seed(0)
     layers = [L.Conv2D(4, 3), L.BatchNormalization(), L.Activation("tanh"), L.Flatten(), L.Dense(2)]
@@ -90,7 +91,7 @@ def test_a_micro_batch_without_rows_anywhere_leaves_the_averages(connect):
     """The last batch has one row and two micro-batches: on several replicas the second moved averages towards 0."""
     x = np.random.default_rng(1).normal(2, 3, (21, 4)).astype("float32")
     found = []
-    for replicas in (1, 3):
+    for replicas in (1, 2):
         distribution = connect(replicas)
         with distribution.scope():
             model = keras.Sequential([keras.Input((4,)), L.BatchNormalization(momentum=0.7, synchronized=True)])

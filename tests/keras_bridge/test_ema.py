@@ -117,6 +117,7 @@ def test_without_a_single_update_there_is_no_average(connect):
     np.testing.assert_array_equal(made.trainable_variables[0], first)
 
 
+@pytest.mark.whole
 def test_a_run_is_measured_by_what_it_ends_with(run, tmp_path):
     flags = ["--config.model.name=mlp", "--config.train.epochs=2", "--config.optimizer.ema_momentum=0.99"]
     done = run("tfdist.train", *flags, "--config.optimizer.warmup=0%", "--workdir=out", "--notensorboard")

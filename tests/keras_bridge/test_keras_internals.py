@@ -103,6 +103,7 @@ def test_the_state_of_an_optimizer_is_whole_in_one_that_scales_losses(kind):
     assert keras_internals.state(alone) == alone.variables
 
 
+@pytest.mark.whole
 def test_operations_that_must_be_deterministic(connect):
     """TensorFlow's own clock, which the steps read, ended every call then."""
     assert not keras_internals.is_deterministic()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from programs.surface.metrics import Highest, Lowest
+from support.covering import first
 
 import tfdist
 from tfdist.keras_bridge import loss as loss_lib
@@ -71,7 +72,7 @@ def test_workers_sum_all_that_metrics_have_counted_in_one_message(connect):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8", "int64"])
+@pytest.mark.parametrize("dtype", first(2, ["float16", "uint8", "float32", "int64"]))
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_accuracy_of_labels_of_every_type_is_that_of_keras(connect, replicas, dtype):
     """Labels of 2.4 stand for no class: Keras counts them as wrong."""
@@ -123,9 +124,8 @@ class OfTheFirst(keras.metrics.Mean):
         super().update_state(y_true[:, 0], sample_weight=keras.ops.cast(rows < 100, "float32"))
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("loss", [_drops_rows, _per_positive])
+@pytest.mark.parametrize("replicas", first(1, [2, 1]))
+@pytest.mark.parametrize("loss", first(1, [_drops_rows, _per_positive]))
 def test_losses_that_depend_on_rare_rows_are_those_of_keras(connect, replicas, loss):
     """None of the rows with which losses are tried is rare: a few of 200 are unlabelled, or positive."""
     rng = np.random.default_rng(0)
@@ -166,6 +166,7 @@ def test_a_weight_of_an_example_weighs_all_its_values(connect, replicas):
     assert loss["loss"] == pytest.approx((values.mean((1, 2)) * weight).mean(), rel=1e-5)
 
 
+@pytest.mark.whole
 def test_a_loss_with_many_values_takes_no_weight_per_example_on_several_replicas(connect):
     """The check before the first training has seen no weights."""
     x, distribution = np.random.default_rng(0).normal(size=(12, 3)), connect(2)
@@ -189,8 +190,8 @@ def test_a_metric_that_is_updated_by_hand_counts_all(connect, replicas):
     with connect(replicas).scope():
         metric = keras.metrics.MeanIoU(2, name="by_hand")  # others are told by the names that Keras numbers
         variable = keras.Variable(3.0)
-    for first in range(0, 61, 5):
-        metric.update_state(y[first : first + 5], y_pred[first : first + 5])
+    for begin in range(0, 61, 5):
+        metric.update_state(y[begin : begin + 5], y_pred[begin : begin + 5])
     counts = np.asarray(keras.ops.convert_to_numpy(metric.total_cm))
     np.testing.assert_array_equal(counts, tf.math.confusion_matrix(y, y_pred, 2))
     with tf.GradientTape() as tape:  # nor has a weight a gradient there
@@ -232,12 +233,8 @@ class Ever(keras.metrics.Metric):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: FirstRows(False, name="own"),
-        pytest.param(lambda: FirstRows(True, name="own"), marks=pytest.mark.whole),
-        lambda: Ever(name="own"),
-    ],
-    ids=["rows", "sum", "any"],
+    first(1, [lambda: Ever(name="own"), *(lambda kind=k: FirstRows(kind, name="own") for k in (False, True))]),
+    ids=["any", "rows", "sum"],
 )
 def test_a_metric_that_depends_on_what_it_has_counted(make, connect):
     r = np.random.default_rng(0)
@@ -257,7 +254,7 @@ def test_a_metric_that_depends_on_what_it_has_counted(make, connect):
     assert {k: pytest.approx(v, rel=1e-4) for k, v in expected.items()} == found
 
 
-@pytest.mark.parametrize("batch", [15, pytest.param(10, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("batch", first(1, [15, 10]))
 def test_weights_of_rows_beside_a_mask_of_steps(batch, connect):
     """On three replicas, a batch of 15 has as many rows on each as steps; Keras takes weights [n, 1] alone."""
     x = np.random.default_rng(2).normal(size=(30, 5, 4)).astype("float32")
@@ -266,7 +263,7 @@ def test_weights_of_rows_beside_a_mask_of_steps(batch, connect):
 
     def measured(evaluate, weight, scope):
         keras.utils.set_random_seed(1)
-        layers = [keras.layers.Masking(-9.0), keras.layers.GRU(3, return_sequences=True), keras.layers.Dense(1)]
+        layers = [keras.layers.Masking(-9.0), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)]
         with scope:
             model = keras.Sequential([keras.Input((5, 4)), *layers])
             model.compile("sgd", "mse", weighted_metrics=[keras.metrics.MeanSquaredError(name="wm")])

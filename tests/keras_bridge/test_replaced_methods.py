@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support.covering import first
 from support.training_cases import all_same
 
 import tfdist
@@ -43,12 +44,16 @@ FASTER = lambda theirs: lambda *given: theirs(*given[:-1], 3.0 * given[-1])
 SIGNS = lambda theirs: lambda *given: theirs(*given[:-2], [tf.sign(g) for g in given[-2]], given[-1])
 
 
-@pytest.mark.parametrize("replaced", [
+REPLACED = [
     # Those of one cell show in different logs, outputs or weights: each must have been called.
     {"model.train_step": LOGS, "model.test_step": LOGS, "model.predict_step": TRIPLES},
+    {"keras.Model.compute_loss": TRIPLES},
     {"model.compute_loss": TRIPLES, "model.optimizer.update_step": FASTER}, {"model.optimizer.apply": SIGNS},
-    {"keras.Model.train_step": LOGS}, {"keras.Model.compute_loss": TRIPLES}, {"keras.optimizers.SGD.apply": SIGNS},
-], ids=" and ".join)  # fmt: skip
+    {"keras.Model.train_step": LOGS}, {"keras.optimizers.SGD.apply": SIGNS},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("replaced", first(2, REPLACED), ids=" and ".join)
 def test_methods_set_on_an_object_or_patched_into_keras(connect, replaced):
     results = []
     for of, options in (keras.Model, {}), (tfdist, {"distribution": connect(2), "check_agreement": "off"}):
@@ -84,7 +89,10 @@ class BuildsLate(keras.Model):
         return {"loss": loss}
 
 
-@pytest.mark.parametrize("optimizer, kind", [(Doubles, keras.Model), ("sgd", TrainsTheLast), ("sgd", BuildsLate)])
+BY_THEMSELVES = [(Doubles, keras.Model), ("sgd", BuildsLate), ("sgd", TrainsTheLast)]
+
+
+@pytest.mark.parametrize("optimizer, kind", first(2, BY_THEMSELVES))
 def test_subclasses_that_update_by_themselves(connect, caplog, optimizer, kind):
     model, judge = (made(connect(replicas), optimizer, kind, ()) for replicas in (2, 1))
     np.testing.assert_allclose(fit(model, connect(2))["loss"], judge.fit(*data(), **FIT).history["loss"], rtol=1e-5)
@@ -148,7 +156,7 @@ class LogsTwice(keras.Model):
         return {**logs, "twice": 2.0 * logs["loss"]}
 
 
-@pytest.mark.parametrize("kind, name", [(AddsUp, "sum"), (LogsTwice, "twice")])
+@pytest.mark.parametrize("kind, name", first(1, [(AddsUp, "sum"), (LogsTwice, "twice")]))
 def test_logs_that_are_computed_from_metrics(connect, kind, name):
     """On several replicas each would compute them from its own part of a metric: 2.82 and not 2.98 in one example."""
     history = fit(made(connect(1), model=kind), connect(1))
@@ -282,6 +290,7 @@ class AppliesNothing(keras.Model):
         return {"loss": keras.ops.mean(self(data[0]))}
 
 
+@pytest.mark.whole
 def test_no_gradients_of_no_variables_change_nothing_as_with_keras(connect):
     model = made(connect(2), model=AppliesNothing)
     before = model.get_weights()

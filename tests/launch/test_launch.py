@@ -19,6 +19,7 @@ import psutil
 import pytest
 from conftest import REPOSITORY
 from support import many_commands
+from support.covering import first
 from support.launchers import MEET, TIMEOUT_S, account, launch, marked, pipes, planned  # noqa: F401  two are fixtures
 from support.nvidia_drivers import driver, printing  # noqa: F401  driver is a fixture
 
@@ -134,7 +135,7 @@ def test_what_a_worker_leaves_running_ends_with_it(launch):  # noqa: F811
     assert sorted(launcher.out[-2:]) == ["[0] done", "[1] done"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", first(1, [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 def test_a_signal_is_passed_on_and_the_workers_save(number, launch, tmp_path):  # noqa: F811
     pipes(tmp_path, "a", "b")
     launcher = launch(*ACT, "0=polite;open:a;meet:b;say:both;hold", "1=polite;meet:a;open:b;hold")
@@ -271,7 +272,7 @@ def test_a_restart_can_succeed(launch):  # noqa: F811
     assert sum("restart" in line and " of 3 in" in line for line in launcher.out) == 1
 
 
-@pytest.mark.parametrize("step", ["exit:2", "exit:130", "exit:143", "kill:SIGTERM"])
+@pytest.mark.parametrize("step", first(2, ["exit:2", "kill:SIGTERM", "exit:130", "exit:143"]))
 def test_what_would_end_the_same_way_is_not_restarted(step, launch):  # noqa: F811
     launcher = launch("--max_restarts=3", *ACT, f"*={step}")
     assert launcher.end() in (2, 130, 143)
@@ -366,18 +367,18 @@ def four_gpus(driver):  # noqa: F811
 
 @pytest.mark.parametrize(
     "nproc, environ, parts",
-    [
+    first(3, [
         ("2", {}, ["0,1", "2,3"]),
+        ("auto", {"CUDA_VISIBLE_DEVICES": "GPU-2,GPU-0"}, ["2", "0"]),
+        ("2", {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, ["MIG-a", "MIG-b"]),
         ("4", {}, ["0", "1", "2", "3"]),
         ("auto", {}, ["0", "1", "2", "3"]),
         ("1", {}, ["None"]),  # it sees them all
         ("2", {"CUDA_VISIBLE_DEVICES": "3,1"}, ["3", "1"]),
-        ("auto", {"CUDA_VISIBLE_DEVICES": "GPU-2,GPU-0"}, ["2", "0"]),
         ("2", {"CUDA_VISIBLE_DEVICES": ""}, ["", ""]),
-        ("2", {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, ["MIG-a", "MIG-b"]),
         ("auto", {"MLP_WORKER_NUM": "1", "MLP_WORKER_GPU": "2"}, ["0", "1", "2", "3"]),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_gpus_are_divided(nproc, environ, parts, launch, four_gpus):  # noqa: F811
     launcher = launch(f"--nproc_per_node={nproc}", "--", "actor.py", "*=env:CUDA_VISIBLE_DEVICES", **environ)
     assert launcher.end() == 0, launcher.err
@@ -388,14 +389,14 @@ def test_gpus_are_divided(nproc, environ, parts, launch, four_gpus):  # noqa: F8
 
 @pytest.mark.parametrize(
     "flags, visible, devices",
-    [
+    first(2, [
+        (["--devices=idle:2"], ["0", "1"], ["--devices=all"]),
         ([], ["0,1", "2,3"], []),
         (["--devices=3,1"], ["3", "1"], ["--devices=all"]),
-        (["--devices=idle:2"], ["0", "1"], ["--devices=all"]),
         (["--devices=none"], [None, None], []),
         (["--virtual_devices=2"], [None, None], []),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_devices_among_the_train_flags_are_divided(flags, visible, devices, launch, four_gpus):  # noqa: F811
     lines = dry(launch, "--nproc_per_node=2", "--dry_run", "--", *flags)
     assert [environ.get("CUDA_VISIBLE_DEVICES") for environ, _ in lines] == visible

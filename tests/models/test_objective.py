@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support.covering import first
 
 import tfdist
 from tfdist import config
@@ -71,10 +72,10 @@ def one_hot(y):
 C = keras.losses
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "train, loss, metrics, rows",
-    [
+    first(4, [
+        ({"loss": f"{HERE}:focal", "metrics": f"{HERE}:distance, acc"}, focal, lambda: [distance, "acc"], False),
         ({"metrics": "accuracy,top_k_categorical_accuracy"}, C.CategoricalCrossentropy(from_logits=True),
          lambda: ["accuracy", "top_k_categorical_accuracy"], True),
         ({"metrics": "SparseTopKCategoricalAccuracy(k=2, name=top)"}, C.SparseCategoricalCrossentropy(from_logits=True),
@@ -85,13 +86,12 @@ C = keras.losses
          C.CategoricalCrossentropy(from_logits=True, label_smoothing=0.2), lambda: ["accuracy"], True),
         ({"loss": "mse", "metrics": "mae, categorical_crossentropy"}, "mse",
          lambda: ["mae", keras.metrics.CategoricalCrossentropy(from_logits=True)], True),
-        ({"loss": f"{HERE}:focal", "metrics": f"{HERE}:distance, acc"}, focal, lambda: [distance, "acc"], False),
         ({"loss": f"{HERE}:Weighed(factor=2.0)"}, Weighed(2.0), lambda: ["accuracy"], False),
         ({"loss": f"{HERE}:Weighed"}, Weighed(), lambda: ["accuracy"], False),
-    ],
+    ]),
     ids=lambda v: " ".join(map(str, v.values())) if isinstance(v, dict) else "",
 )  # fmt: skip
-@pytest.mark.parametrize("replicas, weights", [(1, None), (2, None), (2, np.arange(len(X)) % 4 / 2)])
+@pytest.mark.parametrize("replicas, weights", first(1, [(2, np.arange(len(X)) % 4 / 2), (1, None), (2, None)]))
 def test_a_model_is_trained_and_measured_as_by_keras(train, loss, metrics, rows, replicas, weights, connect):
     asked, distribution = experiment(**train), connect(replicas)
     given = loaded() if weights is None else Loaded(*[Arrays((X, Y, weights))] * 2, len(X), SPEC)

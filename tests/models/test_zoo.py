@@ -45,13 +45,6 @@ def test_mirrored_agrees_with_one_device(name, reference, connect):
     assert_agrees(zoo_cases.outcome(case, connect(2)), reference(case))
 
 
-def cells():
-    """Yields (strategy, model) of the table of two workers."""
-    for strategy in ("multi_worker", "horovod"):
-        for name in IN_WORLDS:
-            yield pytest.param(strategy, name, marks=pytest.mark.whole)
-
-
 @pytest.fixture(scope="module")
 def workers_of(request, tmp_path_factory):
     """What two workers end with, for all models that are asked of them: each strategy is started once."""
@@ -64,7 +57,9 @@ def workers_of(request, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("world, name", cells())
+@pytest.mark.whole
+@pytest.mark.parametrize("world", ["multi_worker", "horovod"])
+@pytest.mark.parametrize("name", IN_WORLDS)
 def test_two_workers_agree_with_one_device(name, world, workers_of, reference):
     chief, other = workers_of(world)
     assert chief[name][0].tobytes() == other[name][0].tobytes()

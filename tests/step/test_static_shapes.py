@@ -26,7 +26,7 @@ def reference(connect):
     return functools.cache(lambda case, precision: training_cases.outcome(case, connect(1), precision))
 
 
-SHORT = {"uneven tail": 3, "batch norm, uneven": 2, "add_loss, uneven": 2}
+SHORT = {"uneven tail": 3}
 """What `make test` runs, and on how many replicas."""
 UNEVEN = [
     training_cases.Case("batch norm, uneven", lambda: training_cases.compiled(training_cases.batch_norm()),

@@ -25,7 +25,7 @@ FORBIDDEN = re.compile(
     "Where|Unique.*|DynamicPartition|.*Summary.*|Save.*|Restore.*|RandomUniform|RandomStandardNormal|FakeParam"
 )
 """Operations without a kernel for TPUs, or that end a compilation there."""
-SHORT = {"uneven tail": 4, "masked, accumulated": 8, "batch norm, synchronized": 4}
+SHORT = {"uneven tail": 4, "batch norm, synchronized": 4}
 """What `make test` traces, and for how many cores."""
 GROUPS = {"masked and plain": 2}
 """Losses with a denominator of their own beside others: their gradients travel by themselves."""

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from support import training_cases, worlds, zero_cases
+from support.covering import first
 from support.refusals import refused
 from support.zero_cases import O, data, trained
 
@@ -21,19 +22,14 @@ WORLDS = {
 }
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.whole] * (n in ("Adam", "Lion"))) for n in zero_cases.OPTIMIZERS]
-)
+@pytest.mark.parametrize("replicas", first(1, [3, 2]))
+@pytest.mark.parametrize("name", first(1, zero_cases.OPTIMIZERS))
 def test_slices_give_the_bits_of_whole_state(connect, name, replicas):
     whole, sliced = zero_cases.both(name, connect(replicas))
     assert whole == sliced
 
 
-@pytest.mark.parametrize(
-    "world", [pytest.param(world, marks=[pytest.mark.whole] * (world != "shared memory")) for world in WORLDS]
-)
+@pytest.mark.parametrize("world", first(1, WORLDS))
 def test_slices_on_several_workers_give_the_bits_of_whole_state(tmp_path, world):
     strategy, names, options = WORLDS[world]
     outcomes = worlds.outcomes(tmp_path, strategy, 2, "zero", [*names, "refusal", "resume"], **options)
@@ -58,11 +54,11 @@ def kinds():
 
 
 KINDS = dict(kinds())
-TWINS = {"AdamW", "Ftrl", "Lion", "SGD"}  # which `make test` has wrapped or configured
 REFUSED = {"Adafactor", "Lamb", "Muon", "MultiOptimizer", "ScheduleFreeAdamW"}
+SHORT = (*REFUSED, "RMSprop", "accumulating AdamW")  # what `make test` tries of them
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.whole] * (k in TWINS)) for k in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.whole] * (k not in SHORT)) for k in KINDS])
 def test_every_optimizer_of_keras_has_the_same_bits_or_is_refused(connect, kind):
     make, distribution = KINDS[kind], connect(2)
     if kind == "LossScaleOptimizer":
@@ -94,7 +90,7 @@ def test_one_device_saves_nothing_and_says_so(connect, caplog):
     assert zero_cases.bits(built) == zero_cases.bits(trained(O.Adam, connect(1), 0))
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", first(1, [2, 3]))
 def test_slices_have_the_bytes_that_the_documentation_says(connect, replicas):
     distribution = connect(replicas)
     built = zero_cases.model(O.Adam, distribution)
@@ -158,6 +154,7 @@ def test_a_slice_is_not_taken_for_whole_state_after_an_error(connect):
     tfdist.fit(built, *data(), **options)
 
 
+@pytest.mark.whole
 def test_products_with_a_factor_on_the_rate_are_rounded_alike_on_all_replicas(connect):
     """Else `fit` ends with an error: what is left of a weight behind the slices is updated by all of them."""
     with connect(2).scope():
@@ -168,6 +165,7 @@ def test_products_with_a_factor_on_the_rate_are_rounded_alike_on_all_replicas(co
     tfdist.fit(built, *data(), lr_multipliers={"dense*": 0.5}, **options)
 
 
+@pytest.mark.whole
 def test_an_embedding_whose_gradient_has_no_shape(connect):
     def run(stage):
         keras.utils.set_random_seed(3)

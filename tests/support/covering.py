@@ -21,6 +21,12 @@ def mark_the_rest(items):
             cell.add_marker(pytest.mark.whole)
 
 
+def first(count, cells):
+    """The first cells of a list are of `make test`, the others are marked `whole`."""
+    whole = lambda i: [pytest.mark.whole] * (i >= count)
+    return [pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=whole(i)) for i, c in enumerate(cells)]
+
+
 def chosen(cells, strength):
     """Returns cells that together have all that is to be covered: always the one next that adds the most."""
     parts = {}

@@ -8,6 +8,7 @@ import pytest
 from conftest import REPOSITORY
 
 from support import processes
+from support.covering import first
 
 ENVIRON = {"PYTHONPATH": str(REPOSITORY)}
 LIMIT_S = 120
@@ -57,9 +58,7 @@ def both(*words, **options):
     return found
 
 
-@pytest.mark.parametrize(
-    "words", [pytest.param(p, id=" ".join(p)[:50], marks=[pytest.mark.whole] * (i > 3)) for i, p in enumerate(PROGRAMS)]
-)
+@pytest.mark.parametrize("words", first(4, PROGRAMS), ids=lambda words: " ".join(words)[:50])
 def test_what_a_program_comes_to(words, folder):
     forked, real = both(*words, cwd=folder, env=os.environ | ENVIRON)
     assert forked == real

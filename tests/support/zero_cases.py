@@ -8,8 +8,8 @@ import tfdist
 O = keras.optimizers  # noqa: E741
 
 OPTIMIZERS = {
-    "Adam": lambda: O.Adam(1e-2),
     "AdamW, clipped, averaged": lambda: O.AdamW(1e-2, weight_decay=0.1, global_clipnorm=0.05, use_ema=True),
+    "Adam": lambda: O.Adam(1e-2),
     "SGD": lambda: O.SGD(0.05, momentum=0.9, nesterov=True),
     "Lion": lambda: O.Lion(1e-3),
 }

@@ -229,6 +229,7 @@ def test_a_dry_run_leaves_no_data_set_and_no_control_character(run, tmp_path):
     assert not os.path.exists(prepared)
 
 
+@pytest.mark.whole
 def test_loss_metrics_and_callbacks_of_ones_own(run, tmp_path):
     """They train on two replicas as on one, are shown by a dry run and the report, and measure the run afterwards."""
     (tmp_path / "own").mkdir()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from support import training_cases
+from support.covering import first
 
 import tfdist
 
@@ -18,14 +19,14 @@ def reference(connect):
 
 
 SHORT = [("", 2), ("float64", 3), ("", 3), ("float64", 2)]
-"""What `make test` runs of every tenth case, in turn: its own precision ("") or float64, on so many replicas."""
+"""What `make test` runs of every twelfth case, in turn: its own precision ("") or float64, on so many replicas."""
 
 
 def rows():
     """Yields each case in each precision on 2, 3, 4 and 8 replicas: one row for `make test`, all for `test-all`."""
     for turn, case in enumerate(training_cases.CASES):
-        own, (precision, replicas) = case.precision, SHORT[turn // 10 % len(SHORT)]
-        in_turn = turn % 10 == 0 and case.name != "metrics built late"  # whose tracing takes a minute
+        own, (precision, replicas) = case.precision, SHORT[turn // 12 % len(SHORT)]
+        in_turn = turn % 12 == 0 and case.name != "metrics built late"  # whose tracing takes a minute
         short = {((case.double and precision) or own, replicas)} if in_turn else set()
         for precision in [own, "float64"] if case.double else [own]:
             # In float64 rounding hides nothing, so two numbers of replicas are proof enough.
@@ -45,9 +46,9 @@ def test_mirrored_agrees_with_one_device(case, precision, replicas, reference, c
 
 @pytest.mark.parametrize(
     "case",
-    # Every tenth case in `make test`.
+    # Every fourteenth case in `make test`.
     [
-        pytest.param(c, id=str(c), marks=[pytest.mark.whole] * (i % 10 != 3))
+        pytest.param(c, id=str(c), marks=[pytest.mark.whole] * (i % 14 != 4))
         for i, c in enumerate(c for c in training_cases.CASES if c.keras)
     ],
 )
@@ -86,6 +87,7 @@ def test_one_device_agrees_with_keras_fit(case, connect):
     )
 
 
+@pytest.mark.whole
 def test_single_losses_add_up(reference):
     case = next(c for c in training_cases.CASES if c.name == "two outputs")
     history = reference(case, "float32")[1]
@@ -111,6 +113,7 @@ def test_keras_adam_mistakes_a_sparse_gradient_that_repeats_a_row():
         assert after(True, "SGD", **clip) < after(False, "SGD", **clip) - 1e-3
 
 
+@pytest.mark.whole
 def test_keras_counts_an_update_that_it_did_not_make_where_data_ends_unforeseen(connect):
     """The end is noticed within the step, which may have counted itself; should the last line fail, this is mended.
 
@@ -135,17 +138,9 @@ def test_keras_counts_an_update_that_it_did_not_make_where_data_ends_unforeseen(
     assert trained(False, False)[1] > 8
 
 
+@pytest.mark.parametrize("replicas", first(1, [2, 1]))
 @pytest.mark.parametrize(
-    "name, replicas",
-    [
-        ("uneven tail", 2),
-        *(
-            pytest.param(name, replicas, marks=pytest.mark.whole)
-            for name in ["uneven tail", "accumulate", "masked sequences", "l2 regulariser", "two outputs"]
-            for replicas in [1, 2]
-            if (name, replicas) != ("uneven tail", 2)
-        ),
-    ],
+    "name", first(1, ["uneven tail", "accumulate", "masked sequences", "l2 regulariser", "two outputs"])
 )
 def test_xla_agrees(name, replicas, reference):
     case = next(c for c in training_cases.CASES if c.name == name)
@@ -154,6 +149,7 @@ def test_xla_agrees(name, replicas, reference):
     assert training_cases.distance(got[0], reference(case, "float64")[0]) < 1e-12
 
 
+@pytest.mark.whole
 def test_the_comparison_can_fail(connect, reference, monkeypatch):
     """Gradients of the first replica alone must not agree; unsummed ones are noticed before, by other weights."""
     import dataclasses

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support.covering import first
 from support.training_cases import all_same
 
 import tfdist
@@ -18,6 +19,7 @@ from tfdist.trainer import keras_patch
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(45, 6)).astype("float32"), RNG.integers(0, 3, 45)
+NORMS = [(True, "synchronized over the replicas (layers: 1)"), (False, "WARNING: sync_batch_norm is off")]
 
 
 class Scores(keras.callbacks.Callback):
@@ -38,14 +40,15 @@ class Tuned(keras.Sequential):
         return super().fit(x * 2.0, y, **options)
 
 
-def compiled():
+def compiled(run_eagerly=False):
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
     with tf.distribute.get_strategy().scope():
         model = Tuned([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.BatchNormalization(),
                        keras.layers.Dense(3)])  # fmt: skip
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.01, clipnorm=0.5), loss, metrics=["accuracy"])
+    adam = keras.optimizers.Adam(0.01, clipnorm=0.5)
+    model.compile(adam, loss, metrics=["accuracy"], run_eagerly=run_eagerly)
     return model
 
 
@@ -55,9 +58,9 @@ def trained():
     return model.get_weights()
 
 
-def script():
+def script(run_eagerly=False):
     """Returns the numbers that a script sees."""
-    model = compiled()
+    model = compiled(run_eagerly)
     loss = model.loss
     scores = Scores()
     weights = np.linspace(0, 1, 45)
@@ -94,7 +97,7 @@ def patched(connect):
 
 @pytest.mark.parametrize("replicas", [2, *(pytest.param(n, marks=pytest.mark.whole) for n in (1, 3))])
 def test_a_script_sees_the_numbers_of_one_device(replicas, patched):
-    expected = script()
+    expected = script(run_eagerly=True)  # the same numbers, and nothing to trace
     patched(replicas)
     all_same(script(), expected, rtol=2e-5, atol=2e-6)
 
@@ -121,7 +124,7 @@ class OwnSteps(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.whole), 2])
+@pytest.mark.parametrize("replicas", first(1, [1, 2]))
 def test_results_of_compiled_metrics_that_own_steps_log_have_names_of_their_own(replicas, patched):
     def logs():
         keras.utils.set_random_seed(1)
@@ -190,12 +193,10 @@ def test_options_of_tfdist_are_taken_and_misspelled_ones_refused(patched, tmp_pa
         model.fit(X, Y, epoch=3)
 
 
-def test_batch_norm_is_synchronized_or_left_with_a_warning(patched, said):
-    patched(2)
-    assert trained() and any("synchronized over the replicas (layers: 1)" in line for line in said)
-    tfdist.unpatch_keras()
-    patched(2, sync_batch_norm=False)
-    assert trained() and any("WARNING: sync_batch_norm is off" in line for line in said)
+@pytest.mark.parametrize("sync, told", first(1, NORMS))
+def test_batch_norm_is_synchronized_or_left_with_a_warning(sync, told, patched, said):
+    patched(2, sync_batch_norm=sync)
+    assert trained() and any(told in line for line in said)
 
 
 def test_strategies_of_a_script_are_the_running_one(patched, said):
@@ -214,6 +215,7 @@ def test_strategies_of_a_script_are_the_running_one(patched, said):
     assert tf.distribute.MirroredStrategy is own and tf.distribute.get_strategy() is not running
 
 
+@pytest.mark.whole
 def test_devices_that_a_script_sets_up_are_those_that_are_there(patched, said):
     patched(2)
     tf.config.set_visible_devices([], "CPU")
@@ -223,6 +225,7 @@ def test_devices_that_a_script_sets_up_are_those_that_are_there(patched, said):
     assert trained()
 
 
+@pytest.mark.whole
 def test_a_saved_model_of_the_script_is_called_and_trained_upon(patched, tmp_path):
     patched(2)
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
@@ -270,7 +273,8 @@ def test_calls_of_fit_see_the_examples_in_different_orders(patched):
         assert sorted(first) == sorted(second) and first != second
 
 
-def test_functions_that_are_made_anew_see_what_has_changed(patched):
+@pytest.mark.parametrize("replicas", first(1, [1, 2]))
+def test_functions_that_are_made_anew_see_what_has_changed(replicas, patched):
     """`make_train_function(force=True)` and its like had no effect: changed layers computed as before."""
 
     def made():
@@ -288,7 +292,7 @@ def test_functions_that_are_made_anew_see_what_has_changed(patched):
 
     keras.utils.set_random_seed(3)
     expected = made()
-    patched(2)
+    patched(replicas)
     keras.utils.set_random_seed(3)
     for ours, theirs in zip(made(), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -319,7 +323,7 @@ class PredictsInAThread(keras.callbacks.Callback):
             self.answer = pool.submit(self.predict, self.model, np.ones((4, 6)), verbose=0).result()
 
 
-@pytest.mark.parametrize("world", ["replicas", "patched replicas", "one device"])
+@pytest.mark.parametrize("world", first(1, ["patched replicas", "replicas", "one device"]))
 def test_threads_that_call_at_once_are_refused_on_several_replicas(patched, connect, world):
     """Workers were said to have other data, and a replica trained on what the check of another thread had changed."""
     if world != "replicas":

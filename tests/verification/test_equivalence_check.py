@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from programs.surface.layers import CentersTheBatch, CountsAllCalls, CountsCalls, CountsExamples, SumOfSquares
 from support import training_cases
+from support.covering import first
 
 import tfdist
 from tfdist.keras_bridge import batch_norm, keras_internals
@@ -206,7 +207,7 @@ class CountsInTensorFlow(L.Layer):
         return x * (1 + 0.01 * self.calls.assign_add(1.0))
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", first(1, [2, 1]))
 def test_variables_of_tensorflow_count_the_batches_of_the_training_alone(connect, replicas):
     model = trained(connect, CountsInTensorFlow, replicas=replicas, choice="on", epochs=2)
     layer = next(layer for layer in model.layers if isinstance(layer, CountsInTensorFlow))
@@ -237,7 +238,7 @@ def counting(create, of_rows=False):
     return Counts, lambda: float(keras.ops.convert_to_numpy(holder.count))
 
 
-@pytest.fixture(params=[tf.Variable, keras.Variable])
+@pytest.fixture(params=first(1, [tf.Variable, keras.Variable]))
 def create(request):
     return lambda: request.param(0.0, trainable=False, name="step")
 
@@ -283,7 +284,7 @@ class Annealed(keras.losses.Loss):
         return self.batches.assign_add(1.0) * keras.ops.mean(keras.ops.square(y - outputs), -1)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", first(1, [2, 1]))
 def test_a_loss_counts_the_batches_of_the_training_alone(connect, replicas):
     with connect(replicas).scope():
         loss = Annealed()
@@ -302,7 +303,7 @@ class WeightedStep(keras.Model):
         return {"loss": loss}
 
 
-@pytest.mark.parametrize("batches", [False, True])
+@pytest.mark.parametrize("batches", first(1, [False, True]))
 def test_rows_are_from_all_over_the_data(connect, batches):
     """The first ones of sorted data are all alike."""
     with connect(2).scope():
@@ -357,16 +358,20 @@ class CountsToTen(CountsExamples):
         return x
 
 
-def test_a_resume_on_more_replicas_is_checked(connect, tmp_path):
+RESUMED = [(CountsToTen, "the variable 'counts_to_ten"), (CentersTheBatch, "loss 'dense")]
+
+
+@pytest.mark.parametrize("layer, words", first(1, RESUMED))
+def test_a_resume_on_more_replicas_is_checked(layer, words, connect, tmp_path):
     """One replica had nothing to be compared with."""
-    for layer, words in ((CentersTheBatch, "loss 'dense"), (CountsToTen, "the variable 'counts_to_ten")):
-        checkpoints = lambda layer=layer: tfdist.Checkpoints(tmp_path / layer.__name__, every="1000 steps")
-        trained(connect, layer, replicas=1, checkpoints=checkpoints())
-        with pytest.raises(tfdist.UserError, match=f"^1 and 2 replicas disagree on this model: {words}"):
-            trained(connect, layer, epochs=2, checkpoints=checkpoints())
+    checkpoints = lambda: tfdist.Checkpoints(tmp_path, every="1000 steps")
+    trained(connect, layer, replicas=1, checkpoints=checkpoints())
+    with pytest.raises(tfdist.UserError, match=f"^1 and 2 replicas disagree on this model: {words}"):
+        trained(connect, layer, epochs=2, checkpoints=checkpoints())
 
 
-@pytest.mark.parametrize("own", [pytest.param([CountsAllCalls], marks=pytest.mark.whole), []])
+@pytest.mark.whole
+@pytest.mark.parametrize("own", [[CountsAllCalls], []])
 def test_a_checked_resume_ends_with_the_bits_of_one_that_was_not(connect, tmp_path, capsys, monkeypatch, own):
     if not own:  # of Keras' layers alone, nothing is traced
         monkeypatch.setattr(equivalence_check._Outcome, "of", None)
@@ -406,6 +411,7 @@ def fitted(connect, make, replicas=2, **options):
     return built
 
 
+@pytest.mark.whole
 def test_what_rounding_hides_is_seen_in_float64(connect, capsys):
     with pytest.raises(tfdist.UserError, match=r"disagree on this .*call tfdist.synchronize_batch_norm\(model\)"):
         fitted(connect, lambda: deep(False))
@@ -424,7 +430,7 @@ class Inference(L.Layer):
         return self.inner(x, training=False)
 
 
-@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("inference", first(1, [False, True]))
 def test_batch_norm_is_refused_by_structure_where_numbers_cannot_tell(connect, capsys, inference):
     """A layer that is called with training=False keeps its statistics and is let pass."""
 
@@ -481,14 +487,14 @@ def nothing(*arguments):
     yield
 
 
-@pytest.mark.parametrize(
-    "module, name, layers, loss",
-    [
-        (keras_internals, "unscaled_losses", [], mean_loss),
-        (keras_internals, "separate_losses", [SumOfSquares, lambda: L.BatchNormalization(synchronized=True)], "mse"),
-        (batch_norm, "synchronized", [lambda: L.BatchNormalization(synchronized=True)], "mse"),
-    ],
-)
+BEFORE = [
+    (keras_internals, "unscaled_losses", [], mean_loss),
+    (keras_internals, "separate_losses", [SumOfSquares, lambda: L.BatchNormalization(synchronized=True)], "mse"),
+    (batch_norm, "synchronized", [lambda: L.BatchNormalization(synchronized=True)], "mse"),
+]
+
+
+@pytest.mark.parametrize("module, name, layers, loss", first(2, BEFORE))
 def test_what_was_wrong_before_is_caught(connect, monkeypatch, module, name, layers, loss):
     """Each of these takes away what puts Keras right for several replicas."""
     monkeypatch.setattr(module, name, nothing)
@@ -519,6 +525,7 @@ class Similarities(keras.Model):
         return keras.ops.matmul(codes, keras.ops.transpose(codes))
 
 
+@pytest.mark.whole
 def test_a_matrix_of_similarities_trains_in_whole_batches_alone(connect):
     x, y = data()[0], np.arange(24) % 12
 
@@ -558,7 +565,7 @@ class Seeded(L.Layer):
         return x - keras.ops.mean(x, 0) + noise if training else x
 
 
-@pytest.mark.parametrize("layer", [MixesHalves, Seeded])
+@pytest.mark.parametrize("layer", first(1, [Seeded, MixesHalves]))
 def test_what_cannot_be_computed_from_any_rows_or_in_inference_is_seen(connect, layer):
     with pytest.raises(tfdist.UserError, match="1 and 2 replicas disagree on this model"):
         trained(connect, layer)
@@ -576,7 +583,7 @@ def test_a_layer_with_a_seed_of_its_own_passes(connect, capsys):
     assert "checked: 1 and 2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["fit", "predict", "stream"])
+@pytest.mark.parametrize("kind", first(2, ["fit", "stream", "predict"]))
 def test_blank_rows_and_zero_weights_show_nothing_and_are_not_remembered(connect, kind):
     distribution, (x, y) = connect(2), data()
     with distribution.scope():

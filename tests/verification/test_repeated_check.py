@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import ops
+from support.covering import first
 
 import tfdist
 from tfdist.keras_bridge import row_mixing
@@ -57,14 +58,13 @@ def forever(x, y):
 
 FORMS = {
     "data set": lambda x, y: tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH),
+    "PyDataset": Sequence,
     "endless data set": lambda x, y: tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).repeat(),
     "of unknown length": lambda x, y: tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).filter(lambda *_: True),
     "generator": forever,
-    "PyDataset": Sequence,
 }
 
 
-LIKE_OTHERS = "endless data set", "of unknown length", "generator"
 IN_AN_EVALUATION = r"^found after \d+ batches: .* in an evaluation: loss 'ignoring' differs"
 
 
@@ -76,9 +76,7 @@ def compiled(connect, *layers, loss=ignoring, replicas=2, metrics=None):
     return model
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=[pytest.mark.whole] * (form in LIKE_OTHERS)) for form in FORMS]
-)
+@pytest.mark.parametrize("form", first(2, FORMS))
 def test_rows_of_later_batches(connect, form):
     fit = lambda late: tfdist.fit(
         compiled(connect), FORMS[form](*data(late)), epochs=2, steps_per_epoch=9, distribution=connect(2), verbose=0
@@ -166,6 +164,7 @@ def test_a_check_that_is_repeated_changes_nothing_and_keeps_no_model(connect):
     assert gone() is None
 
 
+@pytest.mark.whole
 def test_r2_score_of_a_single_row(connect):
     """It is the quotient of two rounding errors, which replicas need not share; what it sums up they do."""
     generator = np.random.default_rng(0)
@@ -200,9 +199,8 @@ def large(rows=2 * LARGE):
     return x, x[:, :1] * 0.5
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("rows", [30, 80])
-@pytest.mark.parametrize("kind", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize("rows", first(1, [80, 30]))
+@pytest.mark.parametrize("kind", first(1, ["fit", "evaluate", "predict"]))
 def test_a_capacity_of_rows_of_a_batch(connect, kind, rows):
     """30 rows show before the first batch, and were taken for rounding; 80 show on whole batches alone."""
     model, (x, y) = compiled(connect, lambda: Capacity(rows), loss="mse"), large()

@@ -197,6 +197,7 @@ def test_files_that_cannot_be_read(tmp_path, tars):
     no("flipped.tar", f"flipped.tar has a damaged header at byte {between}: copy or write it again")
 
 
+@pytest.mark.whole
 def test_a_dry_run_makes_no_table(tars):
     experiment = config.Experiment(data=config.Data(name=f"webdataset:{tars}"))
     with refused("is not in .* yet, and a dry run copies nothing: run without it"):
