@@ -118,7 +118,7 @@ class KeptFits:
             self._start_anew(folder, before)
             before, self._trained_again = None, True
         identity = digest([str(facts[name]) for name in (AROUND, *_lasting(facts))])
-        why = own or "nothing but random numbers tells it from an earlier one in its loop" * (identity in self._made)
+        why = own or "without a seed, nothing tells it from an earlier one in its loop" * (identity in self._made)
         self._made.add(identity)
         if why and not before and not self._warned:
             self._warned = True
