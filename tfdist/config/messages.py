@@ -30,13 +30,8 @@ class _Handler(logging.Handler):
 
 def shell(words: Iterable[str]) -> str:
     """Returns words as a line for a shell, which prints as one line whatever they hold."""
-
-    def escaped(c: str) -> str:
-        if c.isprintable():
-            return f"\\{c}" if c in "\\'" else c
-        return "".join(f"\\x{byte:02x}" for byte in os.fsencode(c))
-
-    return " ".join(shlex.quote(word) if word.isprintable() else f"$'{''.join(map(escaped, word))}'" for word in words)
+    bytewise = lambda word: "".join(f"\\x{byte:02x}" for byte in os.fsencode(word))
+    return " ".join(shlex.quote(word) if word.isprintable() else f"$'{bytewise(word)}'" for word in words)
 
 
 def sized(count: float) -> str:

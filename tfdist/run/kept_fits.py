@@ -4,6 +4,7 @@ import ast
 import collections
 import contextlib
 import copy
+import datetime
 import functools
 import glob
 import hashlib
@@ -47,8 +48,9 @@ FITS = "fits"
 RECORD = "call.json"
 _STARTED_IN = os.getcwd()  # to which names of files in code are relative
 PLACE, ROUND = "the place of the call", "the round of the loops around the call"
-AROUND, UNTOLD = "the variables around the call", "whether some of these are not told"
+AROUND, UNTOLD, ALIKE = "the variables around the call", "whether a round is not told", "calls of the same text"
 STARTING, CONTENT = "the starting state of the model", "the content of"
+_NOT_OF_RESULT = "place", CODE, PLACE, ROUND, AROUND, UNTOLD, ALIKE, STARTING, setups.ENCLOSED
 MOST_BYTES = 10 << 30  # of the states of finished calls; those before the newest that fit in are trained again
 _SETTINGS = (
     *("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "shuffle", "class_weight", "validation_split"),
@@ -73,7 +75,6 @@ class KeptFits:
         self._number = self._depth = 0
         self._written: list[str] = []  # what ModelCheckpoints of the calls write, in this start
         self._known = dict[int, tuple[dict[str, Any], Any, Any]]()  # facts of calls, and the random states around them
-        self._made = set[str]()  # what the calls of this start are told apart by
         self._stopped = False
         self._warned = False  # of state that cannot be kept
         self._trained_again = False  # whether a call of this start has, and so others may begin with other bits
@@ -90,8 +91,8 @@ class KeptFits:
             self._fits.mkdir(exist_ok=True)
             user_functions.list_results((self._fits / "results").absolute())
         for path in sorted(self._fits.glob("[0-9]*")):
-            record = local_files.read_object(path / RECORD) or {}
-            self._known[int(path.name)] = record.get("facts", {}), record.get("begin"), record.get("end")
+            if record := _read(path):
+                self._known[int(path.name)] = record["facts"], record["begin"], record["end"]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -113,16 +114,13 @@ class KeptFits:
         folder = self._fits / f"{self._number:04d}"
         before, own = self._recorded(folder, written), _not_kept(arguments)
         if before and alike:
-            what = f"call {number} of fit trains from its start, since nothing tells it from another"
-            logger.info(f"{what} that the script may have left out: count the rounds of its loop in a variable")
+            why = "nothing tells it from others in its loop: count the rounds in a variable"
+            logger.info(f"call {number} of fit trains from its start, since {why}")
             self._start_anew(folder, before)
             before, self._trained_again = None, True
-        identity = digest([str(facts[name]) for name in (AROUND, *_lasting(facts))])
-        why = own or "without a seed, nothing tells it from an earlier one in its loop" * (identity in self._made)
-        self._made.add(identity)
-        if why and not before and not self._warned:
+        if own and not before and not self._warned:
             self._warned = True
-            logger.info(f"WARNING: after a kill, calls of fit as this one train again from their start: {why}")
+            logger.info(f"WARNING: after a kill, calls of fit as this one train again from their start: {own}")
         for path in (path for path in _written(arguments) if self._written.count(path) == 1):
             what = f"call {self._number} of fit writes {path}, as an earlier one does"
             logger.info(f"WARNING: {what}, and may be refused after a kill: give each call a file of its own")
@@ -186,14 +184,18 @@ class KeptFits:
         for number in later if not self._options.resume_changed else ():
             if any(there[number][name] != fact for name, fact in facts.items() if name.startswith(CODE)):
                 return number, False  # to be refused
+        lasting = [name for name in facts if not name.startswith(_NOT_OF_RESULT)]
         same = lambda number, *names: all(there[number][name] == facts[name] for name in names)
-        here = [number for number in there if same(number, PLACE, ROUND)]
+        # Before a call that an edit has added there are as many others of the same text as before.
+        fits = lambda n: same(n, ALIKE) or (there[n][ALIKE] < facts[ALIKE] and same(n, *lasting))
+        placed = lambda n: same(n, PLACE, ROUND) if PLACE in self._known[n][0] else [n] == later[:1]  # of 0.2.0
+        here = [number for number in there if placed(number) and fits(number)]
         # The same weights, data and random numbers come to the same result, whichever call it was.
-        exact = [n for n in here if same(n, STARTING, *_lasting(facts)) and self._known[n][1] == _random_state()]
+        exact = [n for n in here or there if same(n, STARTING, *lasting) and self._known[n][1] == _random_state()]
         # Else a script that has left out others may come here with another call than that which has been here.
         if not exact and (len(here) > 1 or (facts[UNTOLD] and any(self._known[number][2] for number in here))):
             here = [number for number in here if same(number, AROUND)]
-            here = [number for number in here if len(here) == 1 or same(number, *_lasting(facts))]
+            here = [number for number in here if len(here) == 1 or same(number, *lasting)]
         found = [number for number in exact or here if number > self._number]
         if later and not found:
             logger.info("the script makes a call of fit that is none of those recorded: it trains from its start")
@@ -230,12 +232,8 @@ class KeptFits:
 
         `written`: what its ModelCheckpoints write in this start; what they wrote under other names is copied there.
         """
-        path, record = folder / RECORD, dict[str, Any]()
-        if self._distribution.is_chief and (path.exists() or files.newest_first(folder)):
-            record = local_files.read_object(path) or {}
-            intact = record.get("sha256") in (None, _sealed(record)["sha256"])
-            if not intact or {"facts", "begin", "end"} - record.keys():
-                raise UserError(f"{path} is missing or damaged", "put it back, or use --resume=never")
+        record = dict[str, Any]()
+        if self._distribution.is_chief and (record := _read(folder)):
             known = record.get("files", {})
             changed = sorted(name for name, sha in _checksums(known).items() if sha != known[name])
             record["changed"] = ", ".join(changed[:3]) + ", ..." * (len(changed) > 3)
@@ -281,6 +279,15 @@ class KeptFits:
                 files.prune(each, set())
 
 
+def _read(folder: pathlib.Path) -> dict[str, Any]:
+    """Returns the record of a call; empty if there was none."""
+    record = local_files.read_object(folder / RECORD) or {}
+    intact = record.get("sha256") in (None, _sealed(record)["sha256"]) and record.keys() >= {"facts", "begin", "end"}
+    if not intact and ((folder / RECORD).exists() or files.newest_first(folder)):
+        raise UserError(f"{folder / RECORD} is missing or damaged", "put it back, or use --resume=never")
+    return record
+
+
 def _sealed(record: dict[str, Any]) -> dict[str, Any]:
     """Returns the record of a call with a checksum of its content; those of 0.2.0 have none."""
     content = {name: value for name, value in record.items() if name not in ("sha256", "changed", "lost")}
@@ -312,18 +319,13 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _lasting(facts: Mapping[str, object]) -> list[str]:
-    """Returns the names of facts that are the same in each start, on any devices and without a seed."""
-    return [name for name in facts if not name.startswith(("place", AROUND, STARTING, setups.ENCLOSED))]
-
-
 def _of_call(code: Container[pathlib.Path]) -> dict[str, Any]:
     """Returns what tells a call from others: where functions of these files are running, and with what variables.
 
     Its round is told by what a start repeats on any devices, and all else around it, as far as it can be pickled, too.
     """
     places, rounds, around = list[tuple](), list[tuple[str, list]](), list[tuple[str, str]]()
-    untold = False  # whether a loop or an argument has nothing that tells its round
+    untold, number = False, 0  # whether a loop or an argument has nothing that tells its round; of calls alike
     for frame, line in traceback.walk_stack(None):
         path, running = pathlib.Path(_STARTED_IN, frame.f_code.co_filename).resolve(), frame.f_code
         if path not in code:
@@ -334,17 +336,20 @@ def _of_call(code: Container[pathlib.Path]) -> dict[str, Any]:
         others = {*running.co_freevars}.union(*(stored for _, stored in loops))
         others |= set() if places or running.co_name == "<module>" else {*frame.f_locals}  # of what calls fit
         values = {**frame.f_globals, **frame.f_locals}
-        places.append(_called(path, running, frame.f_lasti))
+        place, alike = _called(path, running, frame.f_lasti)
+        places.append((running.co_name, *place))
+        number += alike
         told = {name: _told(values[name], name in targets) for name in sorted(named & values.keys())}
         rounds += told.items()
-        untold |= any(not any(map(told.get, counting)) for counting, _ in loops)
-        untold |= not all(part for name, part in told.items() if name not in targets)
+        untold |= not all(told.values()) or not all(counting for counting, _ in loops)
+        # A duration is no more the same in another start than the time.
+        others = {name for name in others if not isinstance(values.get(name), float | datetime.datetime)}
         around += [(name, _pickled(values[name])) for name in sorted((named | others) & values.keys())]
-    return {PLACE: digest(places), ROUND: digest(rounds), AROUND: digest(around), UNTOLD: untold}
+    return {PLACE: digest(places), ROUND: digest(rounds), AROUND: digest(around), UNTOLD: untold, ALIKE: number}
 
 
-def _called(path: pathlib.Path, running: types.CodeType, offset: int) -> tuple:
-    """Returns what is called at an offset of a function, without arguments, and which of its calls in the file it is.
+def _called(path: pathlib.Path, running: types.CodeType, offset: int) -> tuple[tuple, int]:
+    """Returns what is called at an offset of a function, without arguments, which of these calls it is, and how many.
 
     Until Python 3.10, which does not know that, it is the offset.
     """
@@ -352,8 +357,8 @@ def _called(path: pathlib.Path, running: types.CodeType, offset: int) -> tuple:
         position = next(itertools.islice(running.co_positions(), offset // 2, None))
         if (text := _calls(path).get(position)) is not None:
             alike = [place for place, other in _calls(path).items() if other == text]
-            return running.co_name, text, alike.index(position), len(alike)
-    return running.co_name, offset
+            return (text, alike.index(position)), len(alike)
+    return (offset,), 1
 
 
 @functools.cache
@@ -372,10 +377,10 @@ def _loops(path: pathlib.Path) -> list[tuple[int, int, set[str], set[str]]]:
     for node in ast.walk(user_functions.tree(path)):
         parts: list[ast.AST] = [part.target for part in getattr(node, "generators", ())]
         parts += [node.target] if isinstance(node, ast.For) else []
-        if isinstance(node, ast.While):
-            parts += [node.test, *(n.target for n in ast.walk(node) if isinstance(n, ast.AugAssign))]
-        if parts and isinstance(node, ast.stmt | ast.expr):
-            stored = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+        parts += [n.target for n in ast.walk(node) if isinstance(n, ast.AugAssign)] * isinstance(node, ast.While)
+        if (parts or isinstance(node, ast.While)) and isinstance(node, ast.stmt | ast.expr):
+            stored: list[ast.AST] = [n for n in ast.walk(node) if isinstance(getattr(n, "ctx", None), ast.Store)]
+            stored += [node.test] if isinstance(node, ast.While) else []
             found.append((node.lineno, node.end_lineno or 0, names(*parts), names(*stored)))
     return found
 
@@ -495,7 +500,7 @@ def _check_same(number: int, here: Mapping[str, object], there: Mapping[str, obj
     odd = [n for n in sorted({**there, **here}, key=lambda n: n.startswith("the ")) if there.get(n) != here.get(n)]
     # Modules are loaded when they are needed, which a call that is left out may not have done.
     odd = [name for name in odd if not name.startswith(CODE) or name in here.keys() & there.keys()]
-    odd = [name for name in odd if name not in (PLACE, ROUND, AROUND, UNTOLD)]  # by which the call was found
+    odd = [name for name in odd if name not in (PLACE, ROUND, AROUND, UNTOLD, ALIKE)]  # by which the call was found
     if here["place"] != there.get("place"):  # where other devices may have computed them, to rounding
         odd = [name for name in odd if not name.startswith(("place", CONTENT, STARTING, setups.ENCLOSED))]
     if not odd:
