@@ -211,7 +211,8 @@ def is_reference(name: str) -> bool:
 
 def suggest(value: str, known: tuple[str, ...]) -> str:
     """Returns `: did you mean 'x'? Known: ...`, the way every message about an unknown name ends."""
-    near = difflib.get_close_matches(value, known, n=1)
+    names = {name.lower(): name for name in known}
+    near = [names[name] for name in difflib.get_close_matches(value.lower(), names, n=1)]
     listed = ", ".join(known[:40]) + ", ..." * (len(known) > 40)
     return (f": did you mean {near[0]!r}? Known" if near else ": known") + f" are {listed}"
 

@@ -48,9 +48,9 @@ FITS = "fits"
 RECORD = "call.json"
 _STARTED_IN = os.getcwd()  # to which names of files in code are relative
 PLACE, ROUND = "the place of the call", "the round of the loops around the call"
-AROUND, UNTOLD, ALIKE = "the variables around the call", "whether a round is not told", "calls of the same text"
+AROUND, UNTOLD = "the variables around the call", "whether a round is not told"
 STARTING, CONTENT = "the starting state of the model", "the content of"
-_NOT_OF_RESULT = "place", CODE, PLACE, ROUND, AROUND, UNTOLD, ALIKE, STARTING, setups.ENCLOSED
+_NOT_OF_RESULT = "place", CODE, PLACE, ROUND, AROUND, UNTOLD, STARTING, setups.ENCLOSED
 MOST_BYTES = 10 << 30  # of the states of finished calls; those before the newest that fit in are trained again
 _SETTINGS = (
     *("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "shuffle", "class_weight", "validation_split"),
@@ -115,9 +115,8 @@ class KeptFits:
         before, own = self._recorded(folder, written), _not_kept(arguments)
         if before and alike:
             why = "nothing tells it from others in its loop: count the rounds in a variable"
-            logger.info(f"call {number} of fit trains from its start, since {why}")
-            self._start_anew(folder, before)
-            before, self._trained_again = None, True
+            self._start_anew(folder, before, f"call {number} of fit trains from its start, since {why}")
+            before = None
         if own and not before and not self._warned:
             self._warned = True
             logger.info(f"WARNING: after a kill, calls of fit as this one train again from their start: {own}")
@@ -135,10 +134,9 @@ class KeptFits:
             consumed = [name for name in ("x", "validation_data") if not _in_memory(arguments.get(name))]
             if not why and consumed and before["end"] is not None:  # later calls may go on with the same data
                 why = f"{consumed[0]} is a {type(arguments[consumed[0]]).__name__}, whose next pass may be another"
-            self._trained_again |= bool(why)
             if why:
-                logger.info(f"call {self._number} of fit trains again from its start, with the same result: {why}")
-                self._start_anew(folder, before)
+                line = f"call {self._number} of fit trains again from its start, with the same result: {why}"
+                self._start_anew(folder, before, line)
             elif before["changed"] and not self._options.resume_changed:  # the script may load it next
                 what = f"call {self._number} of fit wrote {before['changed']}, which has changed since"
                 raise UserError(what, "give each call its own file and start anew, or use --resume_changed")
@@ -186,10 +184,8 @@ class KeptFits:
                 return number, False  # to be refused
         lasting = [name for name in facts if not name.startswith(_NOT_OF_RESULT)]
         same = lambda number, *names: all(there[number][name] == facts[name] for name in names)
-        # Before a call that an edit has added there are as many others of the same text as before.
-        fits = lambda n: same(n, ALIKE) or (there[n][ALIKE] < facts[ALIKE] and same(n, *lasting))
         placed = lambda n: same(n, PLACE, ROUND) if PLACE in self._known[n][0] else [n] == later[:1]  # of 0.2.0
-        here = [number for number in there if placed(number) and fits(number)]
+        here = [*filter(placed, there)]
         # The same weights, data and random numbers come to the same result, whichever call it was.
         exact = [n for n in here or there if same(n, STARTING, *lasting) and self._known[n][1] == _random_state()]
         # Else a script that has left out others may come here with another call than that which has been here.
@@ -199,9 +195,12 @@ class KeptFits:
         found = [number for number in exact or here if number > self._number]
         if later and not found:
             logger.info("the script makes a call of fit that is none of those recorded: it trains from its start")
-        return (found or [max([self._number, *later]) + 1])[0], len(here) > 1 and not exact and bool(found)
+        unknown = not exact and (len(here) > 1 or (facts[UNTOLD] == 2 and any(self._known[n][2] for n in here)))
+        return (found or [max([self._number, *later]) + 1])[0], unknown and bool(found)
 
-    def _start_anew(self, folder: pathlib.Path, before: Mapping[str, Any]) -> None:
+    def _start_anew(self, folder: pathlib.Path, before: Mapping[str, Any], why: str) -> None:
+        logger.info(why)
+        self._trained_again = True
         if self._distribution.is_chief:
             files.prune(folder, set())
             _put_back(before.get("continued", {}))
@@ -320,12 +319,9 @@ def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_call(code: Container[pathlib.Path]) -> dict[str, Any]:
-    """Returns what tells a call from others: where functions of these files are running, and with what variables.
-
-    Its round is told by what a start repeats on any devices, and all else around it, as far as it can be pickled, too.
-    """
+    """Returns what tells a call from others: where functions of these files are running, and with what variables."""
     places, rounds, around = list[tuple](), list[tuple[str, list]](), list[tuple[str, str]]()
-    untold, number = False, 0  # whether a loop or an argument has nothing that tells its round; of calls alike
+    untold = 0  # 1 if a variable does not tell its round, 2 if none of a loop does
     for frame, line in traceback.walk_stack(None):
         path, running = pathlib.Path(_STARTED_IN, frame.f_code.co_filename).resolve(), frame.f_code
         if path not in code:
@@ -336,29 +332,28 @@ def _of_call(code: Container[pathlib.Path]) -> dict[str, Any]:
         others = {*running.co_freevars}.union(*(stored for _, stored in loops))
         others |= set() if places or running.co_name == "<module>" else {*frame.f_locals}  # of what calls fit
         values = {**frame.f_globals, **frame.f_locals}
-        place, alike = _called(path, running, frame.f_lasti)
-        places.append((running.co_name, *place))
-        number += alike
+        places.append((running.co_name, *_called(path, running, frame.f_lasti)))
         told = {name: _told(values[name], name in targets) for name in sorted(named & values.keys())}
         rounds += told.items()
-        untold |= not all(told.values()) or not all(counting for counting, _ in loops)
+        untold = max(untold, not all(told.values()))
+        for parts in ([values[name] for name in counting or stored if name in values] for counting, stored in loops):
+            models = any(isinstance(part, _FOLLOWING_CALLS) for part in parts)
+            tells = any(isinstance(a, _COUNTING if models else object) and not isinstance(a, _NO_VALUE) for a in parts)
+            untold = max(untold, 0 if tells else 2)
         # A duration is no more the same in another start than the time.
         others = {name for name in others if not isinstance(values.get(name), float | datetime.datetime)}
         around += [(name, _pickled(values[name])) for name in sorted((named | others) & values.keys())]
-    return {PLACE: digest(places), ROUND: digest(rounds), AROUND: digest(around), UNTOLD: untold, ALIKE: number}
+    return {PLACE: digest(places), ROUND: digest(rounds), AROUND: digest(around), UNTOLD: untold}
 
 
-def _called(path: pathlib.Path, running: types.CodeType, offset: int) -> tuple[tuple, int]:
-    """Returns what is called at an offset of a function, without arguments, which of these calls it is, and how many.
-
-    Until Python 3.10, which does not know that, it is the offset.
-    """
+def _called(path: pathlib.Path, running: types.CodeType, offset: int) -> tuple:
+    """Returns what is called there, which of the file's calls of that it is, and of how many; until 3.10 the offset."""
     if sys.version_info >= (3, 11):
         position = next(itertools.islice(running.co_positions(), offset // 2, None))
         if (text := _calls(path).get(position)) is not None:
             alike = [place for place, other in _calls(path).items() if other == text]
-            return (text, alike.index(position)), len(alike)
-    return (offset,), 1
+            return text, alike.index(position), len(alike)
+    return (offset,)
 
 
 @functools.cache
@@ -389,6 +384,8 @@ _FOLLOWING_CALLS = (
     *(keras.Layer, keras.callbacks.Callback, keras.Metric, keras.Optimizer, os.PathLike),
     *(random.Random, np.random.Generator, np.random.RandomState),
 )
+_COUNTING, _NO_VALUE = (int, str, os.PathLike), (types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_MOST_TOLD = 100_000  # numbers of an array, or entries of a container
 _CONTAINERS = list, tuple, set, frozenset, collections.deque
 _PICKLED = {*sys.stdlib_module_names, "numpy", "pandas"}  # what other libraries do for that may last, or change things
 
@@ -401,7 +398,9 @@ class _Pickler(pickle.Pickler):
             return f"{value:.6g}" * is_constant(value, True)
         if isinstance(value, str | int):
             return None if is_constant(value, True) else type(value).__name__
-        return digest(value) if isinstance(value, np.ndarray) else None
+        if isinstance(value, np.ndarray):
+            return digest(value if value.size < _MOST_TOLD else value[:: len(value) // 1000 + 1])
+        return "" if isinstance(value, (*_CONTAINERS, dict, bytes)) and len(value) > _MOST_TOLD else None
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type | types.FunctionType):
@@ -500,7 +499,7 @@ def _check_same(number: int, here: Mapping[str, object], there: Mapping[str, obj
     odd = [n for n in sorted({**there, **here}, key=lambda n: n.startswith("the ")) if there.get(n) != here.get(n)]
     # Modules are loaded when they are needed, which a call that is left out may not have done.
     odd = [name for name in odd if not name.startswith(CODE) or name in here.keys() & there.keys()]
-    odd = [name for name in odd if name not in (PLACE, ROUND, AROUND, UNTOLD, ALIKE)]  # by which the call was found
+    odd = [name for name in odd if name not in (PLACE, ROUND, AROUND, UNTOLD)]  # by which the call was found
     if here["place"] != there.get("place"):  # where other devices may have computed them, to rounding
         odd = [name for name in odd if not name.startswith(("place", CONTENT, STARTING, setups.ENCLOSED))]
     if not odd:

@@ -131,21 +131,28 @@ def create_variables(replica: Replica, data: tuple[Structure, ...]) -> bool:
             measured[:] = [keras.tree.map_structure(lambda t: tf.zeros([n or 1 for n in t.shape], t.dtype), values[:2])]
 
     def update(_: Callable, optimizer: keras.Optimizer, grads: Structure, variables: Structure = None) -> None:
-        asked[id(optimizer)] = optimizer, variables and [*variables], unbuilt()
+        is_whole = variables is not None and any(gradient is None for gradient in grads)
+        asked.setdefault(id(optimizer), (optimizer, [*variables] if is_whole else [], unbuilt()))
+
+    def gradient(tape: tf.GradientTape, target: tf.Tensor, sources: Structure, *_: object, **__: object) -> Structure:
+        """Returns zeros, and None of the last: a step may leave out weights of which there is no gradient."""
+        zeros = keras.tree.map_structure(lambda v: tf.zeros_like(tf.convert_to_tensor(v)), sources)
+        return [*zeros[:-1], None] if isinstance(sources, list) and attempts == 1 else zeros
 
     measured = list[tuple[Structure, Structure]]()
-    asked = dict[int, tuple[keras.Optimizer, list[keras.Variable] | None, int]]()
+    asked = dict[int, tuple[keras.Optimizer, list[keras.Variable], int]]()
     compiled = list(filter(None, [keras_internals.compiled_metrics(replica.model)]))
     spec = lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype)
     unbuilt = lambda: sum(not layer.built for layer in keras_internals.flat_layers(replica.model, False))
-    left, whole = 0, False
-    while not whole and unbuilt() not in (0, left):
-        left = unbuilt()
+    attempts, left, whole = 0, 0, False
+    while not whole and unbuilt() and (attempts < 2 or unbuilt() != left):
+        attempts, left = attempts + 1, unbuilt()
+        asked.clear()
         with (
             replica.distribution.scope(),
             keras.StatelessScope(),  # at whose end the weights are created
             keras_internals.optimizer_updates(update),
-            _forward_only(),
+            keras_internals.patched((tf.GradientTape, "gradient", lambda theirs: gradient)),
             keras_internals.replaced("update_state", [(metric, measure) for metric in compiled]),
             keras_internals.replaced("result", [(metric, dict) for metric in compiled]),
             contextlib.suppress(Exception),  # of what follows a layer that creates its weights
@@ -163,13 +170,6 @@ def create_variables(replica: Replica, data: tuple[Structure, ...]) -> bool:
     return whole and all(optimizer.built for optimizer, *_ in asked.values())
 
 
-def _forward_only() -> contextlib.AbstractContextManager[None]:
-    """Lets gradients, within it, be zeros, which take no time to trace."""
-    zeros = lambda variable: tf.zeros_like(tf.convert_to_tensor(variable))
-    gradient = lambda tape, target, sources, *_, **__: keras.tree.map_structure(zeros, sources)
-    return keras_internals.patched((tf.GradientTape, "gradient", lambda theirs: gradient))
-
-
 def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
     """Lets the optimizers create their variables: which ones each updates is known only while the step is traced."""
     distribution, leaves = replica.distribution, keras.tree.flatten(data)
@@ -180,7 +180,7 @@ def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
         rows = MicroBatch(data_of_one, number, number * distribution.replicas, 1, number, None)
         return run_step(replica, "train_step", rows, number * distribution.replicas, LogNames())
 
-    with replica.tracing(), _over_replicas(replica.model, _build), _forward_only():
+    with replica.tracing(), _over_replicas(replica.model, _build):
         traced = lambda leaves: distribution.local(distribution.run(one, (leaves,)))[0]
         # How many rows there are is left open: the step may need others, such as a multiple of three.
         rows = number if distribution.static_shapes else None

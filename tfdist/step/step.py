@@ -110,9 +110,9 @@ class Step:
             if self.model.trainable_variables and self.model.optimizer and not self.model.optimizer.built:
                 self.model.optimizer.build(self.model.trainable_variables)
         elif self.own_steps["train"] and self.sample_rows is not None and not self._prepared:
-            self._prepared = True
             with self.distribution.peers.during("call"):
                 own_step.prepare(self.replica, self.sample_rows)
+            self._prepared = True
         if not self.model.trainable_variables and self.model.built:  # Keras goes on there, too
             logger.info("WARNING: the model has no trainable weights: no update changes it")
 
