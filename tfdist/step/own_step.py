@@ -136,8 +136,8 @@ def create_variables(replica: Replica, data: tuple[Structure, ...]) -> bool:
 
     def gradient(tape: tf.GradientTape, target: tf.Tensor, sources: Structure, *_: object, **__: object) -> Structure:
         """Returns zeros, and None of the last: a step may leave out weights of which there is no gradient."""
-        zeros = keras.tree.map_structure(lambda v: tf.zeros_like(tf.convert_to_tensor(v)), sources)
-        return [*zeros[:-1], None] if isinstance(sources, list) and attempts == 1 else zeros
+        zeros = [tf.zeros_like(tf.convert_to_tensor(v)) for v in keras.tree.flatten(sources)]
+        return keras.tree.pack_sequence_as(sources, [*zeros[:-1], None if attempts == 1 and zeros[1:] else zeros[-1]])
 
     measured = list[tuple[Structure, Structure]]()
     asked = dict[int, tuple[keras.Optimizer, list[keras.Variable], int]]()
