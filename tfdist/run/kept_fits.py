@@ -326,12 +326,12 @@ def _of_call(code: Container[pathlib.Path]) -> dict[str, Any]:
         path, running = pathlib.Path(_STARTED_IN, frame.f_code.co_filename).resolve(), frame.f_code
         if path not in code:
             continue
-        loops = [(counting, stored) for first, last, counting, stored in _loops(path) if first <= line <= last]
+        values = {**frame.f_globals, **frame.f_locals}  # those of a comprehension are in a frame of its own
+        loops = [(c, s) for a, b, c, s in _loops(path) if a <= line <= b and (not c or c & values.keys())]
         targets = {name for counting, _ in loops for name in counting}
         named = {*targets, *running.co_varnames[: running.co_argcount + running.co_kwonlyargcount]}
         others = {*running.co_freevars}.union(*(stored for _, stored in loops))
         others |= set() if places or running.co_name == "<module>" else {*frame.f_locals}  # of what calls fit
-        values = {**frame.f_globals, **frame.f_locals}
         places.append((running.co_name, *_called(path, running, frame.f_lasti)))
         told = {name: _told(values[name], name in targets) for name in sorted(named & values.keys())}
         rounds += told.items()
