@@ -109,11 +109,11 @@ class KeptFits:
         where, facts = self._distribution, _facts(model, arguments)
         facts["place"] = f"{where.device_kind} {cpu_kernels.in_use()} {where.name} {where.replicas}"
         told = [*self._next_number(facts), facts, uuid.uuid4().hex, _written(arguments)]
-        number, alike, facts, mark, written = where.peers.gather("a call of fit", told)[0]
+        number, ambiguous, facts, mark, written = where.peers.gather("a call of fit", told)[0]
         left_out, self._number = number - self._number - 1, number
         folder = self._fits / f"{self._number:04d}"
         before, own = self._recorded(folder, written), _not_kept(arguments)
-        if before and alike:
+        if before and ambiguous:
             why = "nothing tells it from others in its loop: count the rounds in a variable"
             self._start_anew(folder, before, f"call {number} of fit trains from its start, since {why}")
             before = None
@@ -195,8 +195,8 @@ class KeptFits:
         found = [number for number in exact or here if number > self._number]
         if later and not found:
             logger.info("the script makes a call of fit that is none of those recorded: it trains from its start")
-        unknown = not exact and (len(here) > 1 or (facts[UNTOLD] == 2 and any(self._known[n][2] for n in here)))
-        return (found or [max([self._number, *later]) + 1])[0], unknown and bool(found)
+        ambiguous = not exact and (len(here) > 1 or (facts[UNTOLD] == 2 and any(self._known[n][2] for n in here)))
+        return (found or [max([self._number, *later]) + 1])[0], ambiguous and bool(found)
 
     def _start_anew(self, folder: pathlib.Path, before: Mapping[str, Any], why: str) -> None:
         logger.info(why)
