@@ -186,8 +186,12 @@ class KeptFits:
         same = lambda number, *names: all(there[number][name] == facts[name] for name in names)
         placed = lambda n: same(n, PLACE, ROUND) if PLACE in self._known[n][0] else [n] == later[:1]  # of 0.2.0
         here = [*filter(placed, there)]
-        # The same weights, data and random numbers come to the same result, whichever call it was.
-        exact = [n for n in here or there if same(n, STARTING, *lasting) and self._known[n][1] == _random_state()]
+        # The same input comes to the same result; but a round that is told is not another one.
+        exact = [
+            n
+            for n in here or (there if self._options.resume_changed or facts[UNTOLD] else ())
+            if same(n, STARTING, *lasting) and self._known[n][1] == _random_state()
+        ]
         # Else a script that has left out others may come here with another call than that which has been here.
         if not exact and (len(here) > 1 or (facts[UNTOLD] and any(self._known[number][2] for number in here))):
             here = [number for number in here if same(number, AROUND)]
