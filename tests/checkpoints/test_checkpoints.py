@@ -30,7 +30,7 @@ from tfdist.train import __main__ as train_command
 from tfdist.train import run as train_run
 
 L = keras.layers
-EPOCHS, BATCH, EXAMPLES = 4, 24, 109  # five updates per epoch, the last of 13 examples
+EPOCHS, BATCH, EXAMPLES = 4, 24, 120  # five updates per epoch
 
 
 def model(distribution, norm=True, kernels=3):
@@ -95,7 +95,8 @@ KINDS = itertools.product((shuffled, None, of_unknown_length, by_number), (1, 2,
 
 
 @pytest.mark.parametrize("data, replicas", first(1, KINDS))
-def test_stopped_anywhere_and_resumed_ends_with_the_same_bits(replicas, data, connect, tmp_path):
+def test_stopped_anywhere_and_resumed_ends_with_the_same_bits(replicas, data, connect, tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "EXAMPLES", 109)  # the last update of an epoch is of 13 examples
     distribution = connect(replicas)
     whole = train(distribution, data)
     done, stops = None, 0
@@ -430,16 +431,16 @@ def small(distribution, data=None, **options):
     return train(distribution, data, made=without_average(distribution), **options)
 
 
-def test_data_that_has_lost_an_example_is_refused(connect, tmp_path):
-    """As many updates, and yet another order: examples would be left out and others seen twice."""
+def test_other_examples_are_refused(connect, tmp_path):
+    """Another table under the same name trained to other weights, and nothing was said.
+
+    With one example less there are as many updates, in another order: some would be left out and others seen twice.
+    """
     assert small(connect(1), stop=2, checkpoints=kept(tmp_path, every="1 steps")) is None
-    with pytest.raises(UserError, match=r"experiment .number of examples is 109 there and 108 here"):
+    with pytest.raises(UserError, match=r"no valid checkpoint in .* is from the end of an epoch: leave out --res"):
+        choose(tmp_path / "checkpoints", identity={"global batch": 5})
+    with pytest.raises(UserError, match=r"experiment .number of examples is 120 there and 119 here"):
         small(connect(1), lambda: training_cases.images(EXAMPLES - 1), checkpoints=kept(tmp_path, every="1 steps"))
-
-
-def test_other_examples_of_the_same_number_are_refused(connect, tmp_path):
-    """Another table under the same name trained to other weights, and nothing was said."""
-    assert small(connect(1), stop=2, checkpoints=kept(tmp_path, every="1 steps")) is None
     x, y = training_cases.images(EXAMPLES)
     one = x.copy()
     one[57, 3, 3] += 1
@@ -575,7 +576,7 @@ CHANGED_SETUPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(CHANGED_SETUPS)))
+@pytest.mark.parametrize("number", first(15, sorted(range(len(CHANGED_SETUPS)), key=lambda number: number % 2)))
 def test_another_setup_is_told_from_the_same(connect, number):
     def told(made, shuffle, callbacks):
         return setups.of_training(made) | setups.of_callbacks(made, callbacks) | {"shuffle": shuffle}
@@ -587,7 +588,7 @@ def test_another_setup_is_told_from_the_same(connect, number):
     assert told(*after) != first
 
 
-@pytest.mark.parametrize("number", first(2, sorted(range(len(CHANGED_SETUPS)), key=lambda number: number % 25)))
+@pytest.mark.parametrize("number", first(1, sorted(range(len(CHANGED_SETUPS)), key=lambda number: number % 25)))
 def test_another_setup_is_refused_and_the_same_goes_on(connect, tmp_path, number):
     """The folder's weights and history were taken for those of the new one."""
     x, used = np.random.default_rng(0).normal(size=(20, 3)).astype("float32"), connect(1 + number % 2)
@@ -793,12 +794,6 @@ def test_requeueing_that_cannot_be_done(tmp_path, monkeypatch):
     (tmp_path / "scontrol").chmod(0o755)
     train_command._check(*asked)
     assert train_run.requeued("7") == "WARNING: job 7 is not requeued: Invalid job id specified"
-
-
-def test_changed_with_nothing_from_the_end_of_an_epoch(connect, tmp_path):
-    assert small(connect(1), stop=2, checkpoints=kept(tmp_path, every="1000 steps")) is None
-    with pytest.raises(UserError, match=r"no valid checkpoint in .* is from the end of an epoch: leave out --res"):
-        choose(tmp_path / "checkpoints", identity={"global batch": 5})
 
 
 def test_a_checkpoint_of_another_format(tmp_path, monkeypatch):

@@ -3,11 +3,12 @@
 import json
 
 import pytest
-from support.launchers import launch  # noqa: F401
+from support.launchers import planned  # noqa: F401
 
 from tfdist.cluster import discovery, env_vars
 from tfdist.cluster.discovery import Cluster
 from tfdist.errors import UserError
+from tfdist.launch import __main__ as launch_main
 
 
 def env(text, **more):
@@ -159,17 +160,14 @@ def test_what_is_no_worker_is_refused(environ, message):
     ],
     ids=lambda v: " ".join(v) if isinstance(v, (list, dict)) else "",
 )
-def test_defaults_of_the_launcher(flags, environ, expected, launch):  # noqa: F811
-    launcher = launch(*flags, "--dry_run", "--", "actor.py", **environ, TFDIST_SECRET="hush")
-    assert launcher.end() == 0, launcher.err
-    words = "\n".join(launcher.out).split()
+def test_defaults_of_the_launcher(flags, environ, expected, planned):  # noqa: F811
+    given = environ | {"TFDIST_SECRET": "hush"}
+    words = launch_main.dry_run(planned(*flags, "--dry_run", "--", "actor.py", **given), given).split()
     assert {f"{name}={value}" for name, value in expected.items()} <= set(words), words
 
 
 @pytest.mark.parametrize("index", ["0", "1"])
-def test_a_pod_that_knows_its_index_and_not_the_size_of_the_job_does_not_train_alone(index, launch):  # noqa: F811
+def test_a_pod_that_knows_its_index_and_not_the_size_of_the_job_does_not_train_alone(index, planned):  # noqa: F811
     """As those of a TrainJob without `spec.trainer`."""
-    launcher = launch("--dry_run", "--", "actor.py", JOB_COMPLETION_INDEX=index)
-    assert launcher.end() == 2
-    (line,) = launcher.err
-    assert f"JOB_COMPLETION_INDEX={index} says that this is one pod of a job" in line and "or --nnodes=1" in line
+    with pytest.raises(UserError, match=f"JOB_COMPLETION_INDEX={index} says that this is one pod.* or --nnodes=1"):
+        planned("--dry_run", "--", "actor.py", JOB_COMPLETION_INDEX=index)

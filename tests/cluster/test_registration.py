@@ -404,7 +404,7 @@ LOSSES = [  # what workers 0, 1 and 2 do, their exit codes, and what those with 
     ("a watch that breaks", ["peers.watch._check = None; stuck()", "stuck()", "stuck()"], [1, 1, 1],
      r"the watch on the other workers has failed: TypeError|lost worker 0 \(HOST\): (its process ended|it stopped)"),
     ("killed while others keep back what is printed", ["os.kill(os.getpid(), 9)",
-     *["pass\nfrom tfdist.cluster import standard_error\nwith standard_error.kept():\n  stuck()"] * 2], [-9, 1, 1],
+     *["pass\nfrom tfdist.config.commands import standard_streams as s\nwith s.held_back(): stuck()"] * 2], [-9, 1, 1],
      r"tfdist: failed: lost worker 0 \(HOST\): its process ended"),
     ("threads that wait for ever",
      ["peers.gather('x')", "os.kill(os.getpid(), 9)", "threading.Thread(target=stuck).start(); peers.gather('x')"],
@@ -412,7 +412,12 @@ LOSSES = [  # what workers 0, 1 and 2 do, their exit codes, and what those with 
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("work, codes, message", [c[1:] for c in LOSSES], ids=[c[0] for c in LOSSES])
+TWINS = {"raises", "chief fails", "exits in the middle", "stuck together", "a message without its parts"}
+"""Losses like others of the table, which are `whole`."""
+CELLS = [pytest.param(*c[1:], id=c[0], marks=[pytest.mark.whole] * (c[0] in TWINS)) for c in LOSSES]
+
+
+@pytest.mark.parametrize("work, codes, message", CELLS)
 def test_all_hear_of_a_loss(member, master, work, codes, message):
     begin = "peers.gather('all there'); "
     constants = {"AHEAD_S": 1, "SILENT_S": 5}

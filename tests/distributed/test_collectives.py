@@ -53,12 +53,12 @@ def test_a_swap_of_two_weights_is_noticed(connect):
     copy = model.layers[-1].kernel.value.values[1]
     copy.assign(tf.reverse(copy, [0]))
     with pytest.raises(TrainingError, match="differs on CPU:1 from CPU:0"):
-        tfdist.fit(model, CASE.data(61), distribution=distribution, verbose=0)
+        tfdist.fit(model, CASE.data(64), distribution=distribution, verbose=0)
 
 
 def test_optimizers_that_have_come_apart_are_noticed(connect):
     """A learning rate or a slot of one replica ends in other weights; a weight in a number that is a mixture."""
-    distribution, (x, y) = connect(2), CASE.data(61)
+    distribution, (x, y) = connect(2), CASE.data(64)
     model = training_cases.build(CASE, distribution, "float32")
     options = dict(distribution=distribution, verbose=0, check_agreement="off")
     tfdist.fit(model, x, y, **options)
@@ -98,7 +98,7 @@ def test_a_weight_that_a_callback_changes_on_one_replica_is_noticed_at_the_end(c
     options = dict(distribution=connect(2), verbose=0, callbacks=[Changes(moment)], check_agreement="off")
     checkpoints = tfdist.Checkpoints(tmp_path, every="1000 steps")
     with pytest.raises(TrainingError, match=f"no longer the same {when}: {model.layers[-1].kernel.path} differs on"):
-        tfdist.fit(model, *CASE.data(61), checkpoints=checkpoints, **options)
+        tfdist.fit(model, *CASE.data(64), checkpoints=checkpoints, **options)
     assert bool(list(tmp_path.glob("[0-9]*"))) == (moment == "on_train_end")
 
 

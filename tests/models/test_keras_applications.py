@@ -46,6 +46,7 @@ def families():
     return sorted(found.items())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", [family for family, _ in families()])
 @pytest.mark.parametrize("spec, to_pixels", [
     (Spec((6, 5, 3), "uint8", 2, 255.0), 1.0),

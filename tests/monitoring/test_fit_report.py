@@ -16,13 +16,13 @@ X, Y = RNG.normal(size=(45, 6)).astype("float32"), RNG.integers(0, 3, 45)
 
 
 def trained(distribution, callbacks, epochs=(2, 3), **options):
-    """Trains one model in calls of so many epochs, of batches of 20, 20 and 5."""
+    """Trains one model in calls of so many epochs, of three batches of 15."""
     keras.utils.set_random_seed(1)
     with distribution.scope():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3), keras.layers.Dropout(0.5)], name="head")
         model.compile("adam", "mse", metrics=["accuracy", keras.metrics.F1Score()])  # a number, one for each class
     y = np.eye(3)[Y]
-    options |= dict(validation_data=(X[:11], y[:11]), batch_size=20, verbose=0, callbacks=callbacks)
+    options |= dict(validation_data=(X[:15], y[:15]), batch_size=15, verbose=0, callbacks=callbacks)
     histories = [tfdist.fit(model, X, y, distribution=distribution, epochs=n, **options).history for n in epochs]
     return model, histories
 
@@ -77,7 +77,7 @@ def test_a_call_goes_on_where_its_checkpoint_is(connect, tmp_path):
     """A finished one returns at once and is in the report of the new process all the same."""
     for epochs in ([2], [5], [5]):
         options = {"checkpoints": tfdist.Checkpoints(tmp_path / "kept")}
-        _, (history,) = trained(connect(2), [tfdist.Report(tmp_path / "mine")], epochs, **options)
+        _, (history,) = trained(connect(1), [tfdist.Report(tmp_path / "mine")], epochs, **options)
         (call,) = result(tmp_path / "mine")["calls"]
         assert (call["epochs"], call["updates"]) == (epochs[0], 3 * epochs[0])
         np.testing.assert_allclose(call["history"]["loss"], history["loss"], rtol=1e-6)

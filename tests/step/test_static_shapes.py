@@ -29,11 +29,10 @@ def reference(connect):
 SHORT = {"uneven tail": 3}
 """What `make test` runs, and on how many replicas."""
 UNEVEN = [
-    training_cases.Case("batch norm, uneven", lambda: training_cases.compiled(training_cases.batch_norm()),
-                        examples=61),
+    training_cases.Case("batch norm, uneven", lambda: training_cases.compiled(training_cases.batch_norm())),
     training_cases.Case("activity regulariser, uneven",
-                        lambda: training_cases.compiled(training_cases.dense(activity_regularizer="l2")), examples=61),
-    training_cases.Case("add_loss, uneven", training_cases.endpoint, training_cases.labelled, 61, double=False,
+                        lambda: training_cases.compiled(training_cases.dense(activity_regularizer="l2"))),
+    training_cases.Case("add_loss, uneven", training_cases.endpoint, training_cases.labelled, double=False,
                         keras=False),
 ]  # fmt: skip
 """Where filler would have a part in statistics, and in what layers add."""
@@ -67,20 +66,15 @@ def test_data_sets_of_batches(static, connect):
         )
         history = tfdist.fit(model, data, distribution=distribution, epochs=2, verbose=0, check_agreement="off")
         measured = tfdist.evaluate(model, data, distribution=distribution, verbose=0)
-        return (
-            training_cases.weights(model),
-            history.history,
-            measured,
-            [tfdist.predict(model, data, distribution=distribution, verbose=0)],
-        )
+        predicted = tfdist.predict(model, data, distribution=distribution, verbose=0)
+        return training_cases.weights(model), history.history, measured, [predicted]
 
     training_cases.assert_agrees(outcome(static(3)), outcome(connect(1)), 1e-12)
 
 
 def test_shapes_that_change_are_refused(static):
-    model = training_cases.build(
-        next(c for c in training_cases.CASES if c.name == "masked sequences"), static(2), "float32"
-    )
+    case = next(c for c in training_cases.CASES if c.name == "masked sequences")
+    model = training_cases.build(case, static(2), "float32")
     data = tf.data.Dataset.from_generator(
         lambda: ((np.ones((4, n), "int32"), np.ones((4, n), "int32")) for n in (7, 5)),
         output_signature=(tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None, None], tf.int32)),

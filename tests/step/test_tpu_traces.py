@@ -99,11 +99,7 @@ def test_a_training_is_traced_for_a_tpu(case, number, cores):
             assert bool(sums) == bool(of_layers)
         elif case.name in GROUPS:
             assert trained + 1 < sums <= most
-        elif case.name not in (
-            "function as loss",
-            "loss of loss objects",
-            "metrics built late",
-        ):  # they gather rows, too
+        elif case.name not in ("function as loss", "loss of loss objects", "metrics built late"):  # which gather rows
             assert sums == most
 
 

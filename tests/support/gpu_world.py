@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist.distributed.strategies import local
+from tfdist.distributed.distribution import mirrored
 
 L = keras.layers
 
@@ -21,7 +21,7 @@ def distribution(world):
     if world == "one":
         return tfdist.connect("default", devices="0")
     tf.config.set_logical_device_configuration(gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=4000)] * 2)
-    return local.mirrored(("GPU:0", "GPU:1"), "two halves of a GPU", "auto")
+    return mirrored(("GPU:0", "GPU:1"), "two halves of a GPU", "auto")
 
 
 def mlp():

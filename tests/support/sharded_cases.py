@@ -74,15 +74,15 @@ def recurrent():
 
 
 OWN = [
-    Case("dropout", dropout, examples=61),
-    Case("batch norm", batch_norm, examples=61),
-    Case("batch norm, float16", batch_norm, examples=61, precision="mixed_float16", double=False),
-    Case("all random", all_random, examples=61),
-    Case("together", together, examples=61, fit={"class_weight": {0: 3.0, 2: 0.2}, "validation_data": images(31)}),
-    Case("together, accumulated", together, examples=61, accumulate=2),
-    Case("wide", wide, examples=61),
-    Case("attention", attention, examples=61),
-    Case("recurrent", recurrent, examples=61),
+    Case("dropout", dropout),
+    Case("batch norm", batch_norm),
+    Case("batch norm, float16", batch_norm, precision="mixed_float16", double=False),
+    Case("all random", all_random),
+    Case("together", together, fit={"class_weight": {0: 3.0, 2: 0.2}, "validation_data": images(31)}),
+    Case("together, accumulated", together, accumulate=2),
+    Case("wide", wide),
+    Case("attention", attention),
+    Case("recurrent", recurrent),
 ]
 RANDOM = [case for case in OWN if case.name not in ("wide",)]
 """Their masks, or what BatchNorm takes together, are others than those of Keras on one device."""

@@ -8,7 +8,7 @@ from support.covering import first
 
 import tfdist
 from tfdist.errors import TrainingError
-from tfdist.verification import audit
+from tfdist.verification import replica_sync_check
 
 L = keras.layers
 
@@ -57,8 +57,8 @@ def test_of_two_it_cannot_be_told(connect):
 
 @pytest.mark.parametrize("replicas", first(1, [2, 1, 3]))
 def test_no_false_alarm_and_the_same_bits(connect, replicas, monkeypatch):
-    made, digests = [], audit._digests
-    monkeypatch.setattr(audit, "_digests", lambda result: made.append(digests(result)) or made[-1])
+    made, digests = [], replica_sync_check._digests
+    monkeypatch.setattr(replica_sync_check, "_digests", lambda result: made.append(digests(result)) or made[-1])
     layers = lambda: (L.Dropout(0.4, seed=1), L.BatchNormalization())
     assert fit(connect, replicas, *layers(), audit=5) == fit(connect, replicas, *layers(), audit=0)
     assert [len(each) for each in made] == [replicas] * 4  # alone and together, after updates 5 and 10 of 12

@@ -76,7 +76,7 @@ def compiled(connect, *layers, loss=ignoring, replicas=2, metrics=None):
     return model
 
 
-@pytest.mark.parametrize("form", first(2, FORMS))
+@pytest.mark.parametrize("form", first(1, FORMS))
 def test_rows_of_later_batches(connect, form):
     fit = lambda late: tfdist.fit(
         compiled(connect), FORMS[form](*data(late)), epochs=2, steps_per_epoch=9, distribution=connect(2), verbose=0
@@ -86,6 +86,7 @@ def test_rows_of_later_batches(connect, form):
     assert len(fit(late=False).history["loss"]) == 2
 
 
+@pytest.mark.whole
 def test_rows_of_the_validation(connect):
     model = compiled(connect)
     with pytest.raises(tfdist.UserError, match=IN_AN_EVALUATION):
@@ -211,6 +212,7 @@ def test_a_capacity_of_rows_of_a_batch(connect, kind, rows):
         )
 
 
+@pytest.mark.whole
 def test_a_capacity_on_which_the_parts_of_a_sorted_batch_agree(connect):
     model, (x, y) = compiled(connect, lambda: Capacity(2), loss="mse"), large(64)
     x[:, 0] = np.abs(x[:, 0]) * np.where(np.arange(64) % 8 < 4, 1, -1)

@@ -14,9 +14,10 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from tfdist.cluster import exit_record, heartbeat, standard_error
+from tfdist.cluster import exit_record, heartbeat
 from tfdist.cluster.watch import Watch
 from tfdist.cluster.wire import Connection
+from tfdist.config.commands import standard_streams
 from tfdist.errors import Interrupted, PeerError, UserError, one_line
 
 ROUNDING = 1e-5  # relative to the largest number of a list; ten times this relative to a number itself
@@ -252,7 +253,7 @@ class Peers:
             # result: there are no last words.
             self.watch.acknowledged.set()
             self.watch.finished = False
-            standard_error.write(f"tfdist: failed: {self.failure}\n")
+            standard_streams.write_error(f"tfdist: failed: {self.failure}\n")
 
     def _at_exit(self) -> None:
         """Ends a program that did not call `leave` together with the others, or at once after an error."""

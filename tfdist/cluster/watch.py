@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tfdist.cluster import exit_record, heartbeat, schema, standard_error
+from tfdist.cluster import exit_record, heartbeat, schema
 from tfdist.cluster.heartbeat import BEAT_S, GRACE_S, IN_CALL_S, PHASES, SILENT_S, ReceivedSignal, State
 from tfdist.cluster.wire import ClosedError, Connection, Message
+from tfdist.config.commands import standard_streams
 from tfdist.errors import one_line
 
 _BEAT = schema.record(**{"beat": schema.one_of(*PHASES), "update": schema.whole(), "for": schema.number})
@@ -166,7 +167,7 @@ class Watch:
         """Writes the failure to standard error, and calls `last_words`."""
         # Not by print: the main thread may hold the lock of its stream, or keep back what is printed.
         with contextlib.suppress(OSError):
-            standard_error.write(f"tfdist: failed: {self.failure}\n")
+            standard_streams.write_error(f"tfdist: failed: {self.failure}\n")
         with contextlib.suppress(Exception):
             self.last_words(self.failure)
 

@@ -1,16 +1,18 @@
-"""Runtime options: where a command runs, what it shows and how it resumes, as absl flags and as plain records."""
+"""Runtime options, as flags, records and keyword arguments: where a command runs, what it shows, how it resumes."""
 
 import dataclasses
+import functools
+import inspect
 import json
 import os
 import pathlib
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 from absl import flags
 
-from tfdist.config import Experiment, buckets, cpu_kernels
+from tfdist.config import Experiment, buckets, cpu_kernels, current_name, field_syntax
 from tfdist.errors import UserError, printable
 
 STRATEGIES = ("auto", "default", "mirrored", "multi_worker", "tpu", "horovod")
@@ -199,3 +201,28 @@ def from_flags(values: flags.FlagValues) -> Environment:
 def workdir(experiment: Experiment, options: ResumeOptions) -> str:
     """Returns the run folder of an experiment: `--workdir`, or one by the experiment's name."""
     return os.path.expanduser(options.workdir) or os.path.join("runs", experiment.name)
+
+
+_FLAG = re.compile(rf"--(?=(?:{'|'.join(names(PlacementOptions))}|check_agreement)\b)")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def checked_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a function suggest the right name of a misspelt argument, and name arguments as such in its errors."""
+    parameters = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> R:
+        try:
+            for name in kwargs:
+                if name not in parameters:
+                    known = field_syntax.suggest(current_name(name), parameters)
+                    raise UserError(f"{function.__name__}() has no option {name!r}{known}")
+            return function(*args, **kwargs)
+        except UserError as error:
+            if not (flags.FLAGS.is_parsed() and "strategy" in flags.FLAGS):  # no command has been given
+                error.what, error.fix = (_FLAG.sub("", text) for text in (error.what, error.fix))
+            raise
+
+    return wrapper

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING
 from tfdist.cluster import discovery, registration
 from tfdist.cluster.peers import Peers
 from tfdist.config import cpu_kernels, messages, packages
-from tfdist.config.keywords import checked_keywords
-from tfdist.config.runtime_options import PlacementOptions
+from tfdist.config.runtime_options import PlacementOptions, checked_keywords
 from tfdist.distributed import gpus, tf_devices, tpu_host
-from tfdist.distributed.distribution import Distribution
+from tfdist.distributed.distribution import Distribution, default, mirrored
 from tfdist.distributed.strategies import horovod, tpu
-from tfdist.distributed.strategies.local import default, mirrored
 from tfdist.errors import UserError
 
 if TYPE_CHECKING:

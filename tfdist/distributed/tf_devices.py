@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from tfdist.cluster import standard_error
+from tfdist.config.commands import standard_streams
 from tfdist.config.runtime_options import PlacementOptions
 from tfdist.distributed import gpus
 from tfdist.errors import UserError
@@ -63,7 +63,7 @@ def prepare(
 
 def start() -> tuple[ModuleType, list[Any], list[str]]:
     """Imports TensorFlow and lists its GPUs; returns the lines, too, that it prints of why it does not see one."""
-    with standard_error.kept() as kept:
+    with standard_streams.held_back() as kept:
         import tensorflow as tf
 
         seen = tf.config.list_physical_devices("GPU")

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from tfdist import config
 from tfdist.checkpoints import training_state
-from tfdist.cluster import standard_error
+from tfdist.config.commands import standard_streams
 from tfdist.config.messages import logger
 from tfdist.data import spec_file
 from tfdist.data.datasets import registry
@@ -249,7 +249,7 @@ def _quiet(name: str) -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with standard_error.kept(), warnings.catch_warnings():
+        with standard_streams.held_back(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except DISK_ERRORS:

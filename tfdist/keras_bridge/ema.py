@@ -62,7 +62,7 @@ def constrain(constraints: Constraints, variables: Sequence[keras.Variable], upd
 def finalize(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
     """Ends a training with the averaged weights, as Keras' `fit` does; in cross-replica context."""
     if _has_average(optimizer):
-        for variable, average in zip(variables, keras_internals.weight_averages(optimizer, variables)):
+        for variable, average in _averages(optimizer, variables):
             variable.assign(tf.convert_to_tensor(average.value))
 
 
@@ -82,6 +82,13 @@ def instead(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variabl
         _exchange(optimizer, variables)
 
 
+def _averages(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> Iterator[tuple]:
+    """Returns weights with their averages; a `train_step` may leave out weights that get no gradient."""
+    averaged = {id(variable) for variable in keras_internals.optimized_variables(optimizer)}
+    variables = [variable for variable in variables if id(variable) in averaged]
+    return zip(variables, keras_internals.weight_averages(optimizer, variables))
+
+
 def _has_average(optimizer: keras.optimizers.Optimizer) -> bool:
     """Before the first update, and as long as loss scaling skips them, the average is zeros."""
     return bool(getattr(optimizer, "use_ema", False)) and int(keras_internals.counter(optimizer).numpy()) > 0
@@ -89,7 +96,7 @@ def _has_average(optimizer: keras.optimizers.Optimizer) -> bool:
 
 def _exchange(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> None:
     """Puts weights and averages in each other's place, one at a time, so that hardly any memory is needed."""
-    for variable, average in zip(variables, keras_internals.weight_averages(optimizer, variables)):
+    for variable, average in _averages(optimizer, variables):
         for one, other in zip(keras_internals.copies(variable), keras_internals.copies(average)):
             kept = one.read_value()
             one.assign(other.read_value())

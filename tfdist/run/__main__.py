@@ -14,9 +14,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfdist.cluster import standard_error
 from tfdist.config import field_syntax, runtime_options
-from tfdist.config.commands import command_line, help_page
+from tfdist.config.commands import command_line, help_page, standard_streams
 from tfdist.config.runtime_options import PlacementOptions, ResumeOptions
 from tfdist.errors import UserError
 from tfdist.run import Program
@@ -94,7 +93,7 @@ def _run(argv: Sequence[str]) -> int:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})
     if values.virtual_replicas and environment.threads is None:
         environment = dataclasses.replace(environment, threads=1)  # their number decides about the last bits
-    with standard_error.kept():
+    with standard_streams.held_back():
         from tfdist.run import script
 
     return script.run(program, environment, values)

@@ -1,28 +1,15 @@
 """What `--workdir` keeps of each `model.fit` of a script, so that the same command continues after a kill."""
 
-import ast
-import collections
-import contextlib
 import copy
-import datetime
-import functools
 import glob
-import hashlib
-import io
-import itertools
 import json
 import os
 import pathlib
-import pickle
 import random
 import re
 import shutil
-import sys
-import tempfile
-import traceback
-import types
 import uuid
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -35,27 +22,18 @@ from tfdist.cluster import discovery
 from tfdist.config import buckets, cpu_kernels, local_files, user_functions
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import ResumeOptions
-from tfdist.config.user_functions import CODE
 from tfdist.data import batches
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, TrainingError, UserError, one_line
 from tfdist.keras_bridge import keras_internals, setups
-from tfdist.keras_bridge.setups import digest, is_constant, of_object
+from tfdist.keras_bridge.setups import digest
 from tfdist.monitoring import fit_report
+from tfdist.run.call_identity import CONTENT, STARTING, Recorded, callbacks_of, check_same, facts_of, find, in_memory
 from tfdist.trainer.worker_session import Signals
 
 FITS = "fits"
 RECORD = "call.json"
-_STARTED_IN = os.getcwd()  # to which names of files in code are relative
-PLACE, ROUND = "the place of the call", "the round of the loops around the call"
-AROUND, UNTOLD = "the variables around the call", "whether a round is not told"
-STARTING, CONTENT = "the starting state of the model", "the content of"
-_NOT_OF_RESULT = "place", CODE, PLACE, ROUND, AROUND, UNTOLD, STARTING, setups.ENCLOSED
 MOST_BYTES = 10 << 30  # of the states of finished calls; those before the newest that fit in are trained again
-_SETTINGS = (
-    *("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "shuffle", "class_weight", "validation_split"),
-    *("validation_steps", "validation_batch_size", "validation_freq"),
-)
 
 
 class KeptFits:
@@ -74,7 +52,7 @@ class KeptFits:
         self._report = fit_report.Report(self._folder)
         self._number = self._depth = 0
         self._written: list[str] = []  # what ModelCheckpoints of the calls write, in this start
-        self._known = dict[int, tuple[dict[str, Any], Any, Any]]()  # facts of calls, and the random states around them
+        self._known = dict[int, Recorded]()
         self._stopped = False
         self._warned = False  # of state that cannot be kept
         self._trained_again = False  # whether a call of this start has, and so others may begin with other bits
@@ -92,7 +70,7 @@ class KeptFits:
             user_functions.list_results((self._fits / "results").absolute())
         for path in sorted(self._fits.glob("[0-9]*")):
             if record := _read(path):
-                self._known[int(path.name)] = record["facts"], record["begin"], record["end"]
+                self._known[int(path.name)] = Recorded(record["facts"], record["begin"], record["end"])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,9 +84,10 @@ class KeptFits:
             return fit(model, **arguments)
         if arguments.get("checkpoints"):  # kept by the script itself
             return self._reported(fit, model, arguments)
-        where, facts = self._distribution, _facts(model, arguments)
+        where, facts = self._distribution, facts_of(model, arguments)
         facts["place"] = f"{where.device_kind} {cpu_kernels.in_use()} {where.name} {where.replicas}"
-        told = [*self._next_number(facts), facts, uuid.uuid4().hex, _written(arguments)]
+        found = find(self._known, self._number, facts, _random_state(), self._options.resume_changed)
+        told = [*found, facts, uuid.uuid4().hex, _written(arguments)]
         number, ambiguous, facts, mark, written = where.peers.gather("a call of fit", told)[0]
         left_out, self._number = number - self._number - 1, number
         folder = self._fits / f"{self._number:04d}"
@@ -129,9 +108,9 @@ class KeptFits:
             if self._trained_again or before["begin"] != _random_state():
                 free = (STARTING, CONTENT, setups.ENCLOSED) if self._trained_again else STARTING
                 facts |= {name: fact for name, fact in before["facts"].items() if name.startswith(free)}
-            _check_same(self._number, facts, before["facts"], self._options.resume_changed)
+            check_same(self._number, facts, before["facts"], self._options.resume_changed)
             why = own or before["lost"]
-            consumed = [name for name in ("x", "validation_data") if not _in_memory(arguments.get(name))]
+            consumed = [name for name in ("x", "validation_data") if not in_memory(arguments.get(name))]
             if not why and consumed and before["end"] is not None:  # later calls may go on with the same data
                 why = f"{consumed[0]} is a {type(arguments[consumed[0]]).__name__}, whose next pass may be another"
             if why:
@@ -172,36 +151,6 @@ class KeptFits:
             self._prune(folder)
         return history
 
-    def _next_number(self, facts: Mapping[str, object]) -> tuple[int, bool]:
-        """Returns the number of a call, and whether another call may have had it that the script has left out since.
-
-        It is that of the recorded call at the same place, in the same round of the loops around it, or a new one.
-        """
-        later = [number for number in self._known if number > self._number]
-        there = {number: {**facts, **theirs} for number, (theirs, *_) in self._known.items()}
-        for number in later if not self._options.resume_changed else ():
-            if any(there[number][name] != fact for name, fact in facts.items() if name.startswith(CODE)):
-                return number, False  # to be refused
-        lasting = [name for name in facts if not name.startswith(_NOT_OF_RESULT)]
-        same = lambda number, *names: all(there[number][name] == facts[name] for name in names)
-        placed = lambda n: same(n, PLACE, ROUND) if PLACE in self._known[n][0] else [n] == later[:1]  # of 0.2.0
-        here = [*filter(placed, there)]
-        # The same input comes to the same result; but a round that is told is not another one.
-        exact = [
-            n
-            for n in here or (there if self._options.resume_changed or facts[UNTOLD] else ())
-            if same(n, STARTING, *lasting) and self._known[n][1] == _random_state()
-        ]
-        # Else a script that has left out others may come here with another call than that which has been here.
-        if not exact and (len(here) > 1 or (facts[UNTOLD] and any(self._known[number][2] for number in here))):
-            here = [number for number in here if same(number, AROUND)]
-            here = [number for number in here if len(here) == 1 or same(number, *lasting)]
-        found = [number for number in exact or here if number > self._number]
-        if later and not found:
-            logger.info("the script makes a call of fit that is none of those recorded: it trains from its start")
-        ambiguous = not exact and (len(here) > 1 or (facts[UNTOLD] == 2 and any(self._known[n][2] for n in here)))
-        return (found or [max([self._number, *later]) + 1])[0], ambiguous and bool(found)
-
     def _start_anew(self, folder: pathlib.Path, before: Mapping[str, Any], why: str) -> None:
         logger.info(why)
         self._trained_again = True
@@ -217,7 +166,7 @@ class KeptFits:
             callbacks.callbacks = [*callbacks.callbacks, self._report]
             self._report.set_model(model)
         else:
-            callbacks = [*_callbacks(arguments), self._report]
+            callbacks = [*callbacks_of(arguments), self._report]
         try:
             return fit(model, **arguments | {"callbacks": callbacks})
         except BaseException as error:
@@ -267,7 +216,7 @@ class KeptFits:
             if self._distribution.is_chief:
                 folder.mkdir(parents=True, exist_ok=True)
                 self._folder.write_text(f"{FITS}/{folder.name}/{RECORD}", json.dumps(_sealed(record)))
-                self._known[int(folder.name)] = record["facts"], record["begin"], record["end"]
+                self._known[int(folder.name)] = Recorded(record["facts"], record["begin"], record["end"])
         except (OSError, TrainingError) as error:
             why = one_line(error, 200)
             logger.info(f"WARNING: {why}: after a kill, call {self._number} of fit is made again")
@@ -301,167 +250,21 @@ def _sealed(record: dict[str, Any]) -> dict[str, Any]:
 _DRAWS = re.compile(r"rand\w*|rng|beta|choice|integers|\w*normal|permut\w*|uniform|shuffle|\w*exponential|poisson")
 
 
-def _facts(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what must be the same when a call of `fit` is continued."""
-    code = user_functions.loaded_files([*sys.modules])
-    of_file = lambda path: digest(user_functions.syntax(path))
-    facts: dict[str, Any] = {f"{CODE} {os.path.relpath(path)}": of_file(path) for path in code}
-    facts |= user_functions.settings_read() | {"arguments": str(sys.argv[1:])}
-    facts |= {name: str(arguments[name]) for name in _SETTINGS if arguments.get(name) is not None}
-    facts |= setups.of_training(model)
-    kept = [callback for callback in _callbacks(arguments) if not training_run.starts_anew(callback)]
-    facts["the setup of the callbacks"] = digest([of_object(callback, (), model) for callback in kept])
-    data = {name: arguments.get(name) for name in ("x", "y", "sample_weight", "validation_data")}
-    facts |= {f"{CONTENT} {name}": digest(part) for name, part in data.items() if _in_memory(part)}
-    facts |= _of_call(code)
-    facts[STARTING] = digest(model.get_weights())
-    if model.compiled:
-        optimizer = keras_internals.inner_optimizer(model.optimizer)
-        with contextlib.suppress(NotImplementedError):  # of a schedule of the script's own
-            facts["optimizer"] = f"{type(optimizer).__name__} {optimizer.get_config() | {'name': ''}}"
-    return facts
-
-
-def _of_call(code: Container[pathlib.Path]) -> dict[str, Any]:
-    """Returns what tells a call from others: where functions of these files are running, and with what variables."""
-    places, rounds, around = list[tuple](), list[tuple[str, list]](), list[tuple[str, str]]()
-    untold = 0  # 1 if a variable does not tell its round, 2 if none of a loop does
-    for frame, line in traceback.walk_stack(None):
-        path, running = pathlib.Path(_STARTED_IN, frame.f_code.co_filename).resolve(), frame.f_code
-        if path not in code:
-            continue
-        values = {**frame.f_globals, **frame.f_locals}  # those of a comprehension are in a frame of its own
-        loops = [(c, s) for a, b, c, s in _loops(path) if a <= line <= b and (not c or c & values.keys())]
-        targets = {name for counting, _ in loops for name in counting}
-        named = {*targets, *running.co_varnames[: running.co_argcount + running.co_kwonlyargcount]}
-        others = {*running.co_freevars}.union(*(stored for _, stored in loops))
-        others |= set() if places or running.co_name == "<module>" else {*frame.f_locals}  # of what calls fit
-        places.append((running.co_name, *_called(path, running, frame.f_lasti)))
-        told = {name: _told(values[name], name in targets) for name in sorted(named & values.keys())}
-        rounds += told.items()
-        untold = max(untold, not all(told.values()))
-        for parts in ([values[name] for name in counting or stored if name in values] for counting, stored in loops):
-            models = any(isinstance(part, _FOLLOWING_CALLS) for part in parts)
-            tells = any(isinstance(a, _COUNTING if models else object) and not isinstance(a, _NO_VALUE) for a in parts)
-            untold = max(untold, 0 if tells else 2)
-        # A duration is no more the same in another start than the time.
-        others = {name for name in others if not isinstance(values.get(name), float | datetime.datetime)}
-        around += [(name, _pickled(values[name])) for name in sorted((named | others) & values.keys())]
-    return {PLACE: digest(places), ROUND: digest(rounds), AROUND: digest(around), UNTOLD: untold}
-
-
-def _called(path: pathlib.Path, running: types.CodeType, offset: int) -> tuple:
-    """Returns what is called there, which of the file's calls of that it is, and of how many; until 3.10 the offset."""
-    if sys.version_info >= (3, 11):
-        position = next(itertools.islice(running.co_positions(), offset // 2, None))
-        if (text := _calls(path).get(position)) is not None:
-            alike = [place for place, other in _calls(path).items() if other == text]
-            return text, alike.index(position), len(alike)
-    return (offset,)
-
-
-@functools.cache
-def _calls(path: pathlib.Path) -> dict[tuple, str]:
-    """Returns the function of each call of a file, by the first and last line and column of the call."""
-    calls = [node for node in ast.walk(user_functions.tree(path)) if isinstance(node, ast.Call)]
-    place = lambda n: (n.lineno, n.end_lineno, n.col_offset, n.end_col_offset)
-    return {place(node): ast.unparse(node.func) for node in sorted(calls, key=place)}
-
-
-@functools.cache
-def _loops(path: pathlib.Path) -> list[tuple[int, int, set[str], set[str]]]:
-    """Returns the first and last line of each loop of a file, with what counts its rounds, and all that it sets."""
-    found = []
-    names = lambda *parts: {n.id for part in parts for n in ast.walk(part) if isinstance(n, ast.Name)}
-    for node in ast.walk(user_functions.tree(path)):
-        parts: list[ast.AST] = [part.target for part in getattr(node, "generators", ())]
-        parts += [node.target] if isinstance(node, ast.For) else []
-        parts += [n.target for n in ast.walk(node) if isinstance(n, ast.AugAssign)] * isinstance(node, ast.While)
-        if (parts or isinstance(node, ast.While)) and isinstance(node, ast.stmt | ast.expr):
-            stored: list[ast.AST] = [n for n in ast.walk(node) if isinstance(getattr(n, "ctx", None), ast.Store)]
-            stored += [node.test] if isinstance(node, ast.While) else []
-            found.append((node.lineno, node.end_lineno or 0, names(*parts), names(*stored)))
-    return found
-
-
-_FOLLOWING_CALLS = (
-    *(keras.Layer, keras.callbacks.Callback, keras.Metric, keras.Optimizer, os.PathLike),
-    *(random.Random, np.random.Generator, np.random.RandomState),
-)
-_COUNTING, _NO_VALUE = (int, str, os.PathLike), (types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
-_MOST_TOLD = 100_000  # numbers of an array, or entries of a container
-_CONTAINERS = list, tuple, set, frozenset, collections.deque
-_PICKLED = {*sys.stdlib_module_names, "numpy", "pandas"}  # what other libraries do for that may last, or change things
-
-
-class _Pickler(pickle.Pickler):
-    """Writes values as far as they are the same in each start of a script; nobody loads that."""
-
-    def persistent_id(self, value: Any) -> str | None:
-        if isinstance(value, float):
-            return f"{value:.6g}" * is_constant(value, True)
-        if isinstance(value, str | int):
-            return None if is_constant(value, True) else type(value).__name__
-        if isinstance(value, np.ndarray):
-            return digest(value if value.size < _MOST_TOLD else value[:: len(value) // 1000 + 1])
-        return "" if isinstance(value, (*_CONTAINERS, dict, bytes)) and len(value) > _MOST_TOLD else None
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, type | types.FunctionType):
-            return NotImplemented if value is str else (str, (value.__qualname__, of_object(value)))
-        kind = type(value)
-        name = str, (kind.__qualname__,)
-        if isinstance(value, _FOLLOWING_CALLS):
-            return name
-        if user_functions.is_users_object(value):
-            content = [*(value.items() if isinstance(value, dict) else value if isinstance(value, _CONTAINERS) else ())]
-            return *name, [user_functions.attributes(value), content]
-        with contextlib.suppress(Exception):  # of a lock, a generator or the like
-            if kind.__module__.split(".")[0] in _PICKLED:
-                value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-                return NotImplemented
-        return name
-
-
-def _pickled(value: Any) -> str:
-    with contextlib.suppress(Exception), io.BytesIO() as file:  # Exception: of code of the user's, or too deep
-        _Pickler(file).dump(value)
-        return hashlib.sha256(file.getvalue()).hexdigest()[:16]
-    return ""
-
-
-def _told(value: Any, in_loop: bool) -> list:
-    """Returns numbers and text of a variable, without times; of one in a loop also paths, and arrays of integers."""
-    if user_functions.is_users_object(value):  # such as `self`, which may gather anything
-        value = user_functions.attributes(value) if in_loop else ()
-    leaves = [leaf.item() if isinstance(leaf, np.generic) else leaf for leaf in keras.tree.flatten(value)]
-    leaves = [os.fspath(leaf) if isinstance(leaf, os.PathLike) else leaf for leaf in leaves]
-    any_kind = (str, np.ndarray) if in_loop else ()
-    told = [a for a in leaves if isinstance(a, any_kind) or (isinstance(a, str | int | float) and is_constant(a, True))]
-    odd = lambda a: str(a).startswith(tempfile.gettempdir()) or getattr(a, "dtype", np.dtype(int)).kind not in "biu"
-    return [f"{a:.6g}" if isinstance(a, float) else a for a in told if not odd(a)]  # devices differ in the last bits
-
-
 def _checksums(names: Iterable[str]) -> dict[str, str]:
     """Returns the checksums of those files that there are; a name may have places for the epoch and metrics."""
     paths = [path for name in names for path in glob.glob(re.sub(r"\{[^}]*\}", "*", glob.escape(name)))]
     return {path: files.checksum(pathlib.Path(path))["sha256"] for path in paths if os.path.isfile(path)}
 
 
-def _callbacks(arguments: Mapping[str, Any]) -> list[keras.callbacks.Callback]:
-    given = arguments.get("callbacks") or []
-    return given.callbacks if isinstance(given, keras.callbacks.CallbackList) else keras.tree.flatten(given)
-
-
 def _written(arguments: Mapping[str, Any]) -> list[str]:
     """Returns what ModelCheckpoints write."""
-    return [str(path) for callback in _callbacks(arguments) if (path := getattr(callback, "filepath", ""))]
+    return [str(path) for callback in callbacks_of(arguments) if (path := getattr(callback, "filepath", ""))]
 
 
 def _continued(arguments: Mapping[str, Any]) -> dict[str, int | None]:
     """Returns what callbacks go on with when they begin, files and folders, with their bytes; None of what is not."""
-    names = [getattr(callback, "backup_dir", "") for callback in _callbacks(arguments)]
-    rows = [c for c in _callbacks(arguments) if isinstance(c, keras.callbacks.CSVLogger)]
+    names = [getattr(callback, "backup_dir", "") for callback in callbacks_of(arguments)]
+    rows = [c for c in callbacks_of(arguments) if isinstance(c, keras.callbacks.CSVLogger)]
     names += [callback.filename for callback in rows if callback.append]
     return {str(name): os.path.getsize(name) if os.path.exists(name) else None for name in names if name}
 
@@ -485,35 +288,12 @@ def _not_kept(arguments: Mapping[str, Any]) -> str:
             names = getattr(getattr(type(data).__getitem__, "__code__", None), "co_names", ())
             if type(data).on_epoch_end is not base.on_epoch_end or any(map(_DRAWS.fullmatch, names)):
                 return f"{type(data).__name__} has an on_epoch_end, or draws at random, of which no checkpoint knows"
-    if arguments.get("validation_steps") and not _in_memory(arguments.get("validation_data")):
+    if arguments.get("validation_steps") and not in_memory(arguments.get("validation_data")):
         return "validation_steps reads a part of validation_data, whose order begins anew"
     if batches.share_order(arguments.get("x"), arguments.get("validation_data")):
         return "validation_data reads the shuffle() of x, whose order each reading moves on"
-    odd = [type(callback).__name__ for callback in _callbacks(arguments) if training_run.starts_anew(callback)]
+    odd = [type(callback).__name__ for callback in callbacks_of(arguments) if training_run.starts_anew(callback)]
     return f"{odd[0]} is a callback of its own, without get_state and set_state" if odd else ""
-
-
-def _in_memory(data: Any) -> bool:
-    return all(hasattr(a, "__array__") or isinstance(a, int | float | str | None) for a in keras.tree.flatten(data))
-
-
-def _check_same(number: int, here: Mapping[str, object], there: Mapping[str, object], changed: bool) -> None:
-    """Refuses a call that is not what was recorded, or says with `changed` that it goes on all the same."""
-    # What else has changed says more than that the code has; the setup of the model holds optimizer and loss.
-    odd = [n for n in sorted({**there, **here}, key=lambda n: n.startswith("the ")) if there.get(n) != here.get(n)]
-    # Modules are loaded when they are needed, which a call that is left out may not have done.
-    odd = [name for name in odd if not name.startswith(CODE) or name in here.keys() & there.keys()]
-    odd = [name for name in odd if name not in (PLACE, ROUND, AROUND, UNTOLD)]  # by which the call was found
-    if here["place"] != there.get("place"):  # where other devices may have computed them, to rounding
-        odd = [name for name in odd if not name.startswith(("place", CONTENT, STARTING, setups.ENCLOSED))]
-    if not odd:
-        return
-    what = f"{odd[0]} was {there.get(odd[0], 'not given')} and is {here.get(odd[0], 'not given')}"
-    what = f"{odd[0]} has changed" if odd[0].startswith("the ") else what
-    if not changed:
-        ways = "choose another --workdir, --resume=never, which sets the earlier calls aside, or --resume_changed"
-        raise UserError(f"call {number} of fit cannot continue: {what}", f"undo the change, {ways}")
-    logger.info(f"WARNING: call {number} of fit continues though {what}")
 
 
 def _random_state() -> list[Any]:

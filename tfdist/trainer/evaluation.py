@@ -10,8 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.config.keywords import checked_keywords
 from tfdist.config.messages import logger
+from tfdist.config.runtime_options import checked_keywords
 from tfdist.data import sources
 from tfdist.data.batch_layout import Layout
 from tfdist.data.protocol import Feed

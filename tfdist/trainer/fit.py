@@ -10,7 +10,7 @@ import keras
 
 from tfdist import config
 from tfdist.checkpoints.manager import Checkpoints
-from tfdist.config.keywords import checked_keywords
+from tfdist.config.runtime_options import checked_keywords
 from tfdist.data import sources
 from tfdist.data.spec import Structure
 from tfdist.distributed import connect

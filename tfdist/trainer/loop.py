@@ -24,8 +24,7 @@ from tfdist.trainer.checkpoint_hook import CheckpointHook
 from tfdist.trainer.evaluation import answering_callbacks
 from tfdist.trainer.plan import TrainingPlan, feed_of
 from tfdist.verification import equivalence_check
-from tfdist.verification.audit import Audit
-from tfdist.verification.replica_sync_check import EVERY, ReplicaSyncCheck
+from tfdist.verification.replica_sync_check import EVERY, Audit, ReplicaSyncCheck
 
 
 class FitLoop:

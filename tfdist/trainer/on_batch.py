@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoints import training_state
-from tfdist.config.keywords import checked_keywords
+from tfdist.config.runtime_options import checked_keywords
 from tfdist.data import arrays, python_batches, sources
 from tfdist.data.spec import Structure
 from tfdist.distributed import connect

@@ -211,14 +211,14 @@ class EquivalenceProbe:
             moved = [entry for entry in counted if getattr(*entry[:2], entry[2]) != entry[2]]
             for owner, name, number in moved:
                 setattr(owner, name, number)
-        if moved:
-            owner, name, _ = moved[0]
-            raise UserError(
-                f"run_eagerly=True runs {type(owner).__name__} once for each of {self.comparison.number} "
-                f"{self.comparison.parts}, and it counts in Python ({name})",
-                "count in a variable (add_weight), compile without run_eagerly, or accept it with "
-                "--check_agreement=off",
-            )
+            if moved:  # also where replicas that count exchange other gradients, of which TensorFlow has no line
+                owner, name, _ = moved[0]
+                raise UserError(
+                    f"run_eagerly=True runs {type(owner).__name__} once for each of {self.comparison.number} "
+                    f"{self.comparison.parts}, and it counts in Python ({name})",
+                    "count in a variable (add_weight), compile without run_eagerly, or accept it with "
+                    "--check_agreement=off",
+                )
         self.computed_whole |= whole
         arrays = {name: _as_array(value) for name, value in values.items()}
         if backwards:

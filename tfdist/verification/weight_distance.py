@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tfdist.checkpoints import files
-from tfdist.cluster import standard_error
+from tfdist.config.commands import standard_streams
 from tfdist.errors import UserError
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-11, "mixed_bfloat16": 1e-2, "mixed_float16": 1e-3}
@@ -93,7 +93,7 @@ def _reader(folder: pathlib.Path) -> Any:
         raise ValueError(f"{folder} has no checkpoint") from None
     except (OSError, UserError, files.DamagedError) as error:
         raise ValueError(f"the checkpoint in {folder} cannot be read: {error}") from None
-    with standard_error.kept():
+    with standard_streams.held_back():
         import tensorflow as tf
 
     return tf.train.load_checkpoint(str(path / files.TENSORS))

@@ -221,9 +221,10 @@ def test_an_experiment_on_records(cache, kind, tmp_path):
     loaded = registry.load(experiment(path, cache=cache, image_size="4x3"))
     assert isinstance(loaded.train, kind) and loaded.spec == spec_lib.Spec((4, 3, 3), "uint8", 3, 255.0)
     assert columns_of(loaded.train)[0][:, 0, 0, 0].tolist() == [3 * i for i in range(8)]
-    crop = registry.load(experiment(path, cache="stream", image_size="4x3", augment="resized_crop(0.3)"))
-    assert columns_of(crop.train)[0][:, 0, 0, 0].tolist() == [3 * i for i in range(8)]
-    if cache == "auto":
+    if cache == "stream":
+        crop = registry.load(experiment(path, cache=cache, image_size="4x3", augment="resized_crop(0.3)"))
+        assert columns_of(crop.train)[0][:, 0, 0, 0].tolist() == [3 * i for i in range(8)]
+    else:
         with refused(r"record 4 of .*a.tfrecord cannot be decoded.*: remove it"):
             registry.load(experiment(path, cache=cache))
         write(path, [{"image": next(pictures(0, 1))["image"], "label": 3}])

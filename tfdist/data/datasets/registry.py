@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist import config
 from tfdist.cluster.peers import Peers
 from tfdist.config import buckets, field_syntax, user_functions, validation
-from tfdist.config.keywords import checked_keywords
+from tfdist.config.runtime_options import checked_keywords
 from tfdist.data import loaded as loaded_lib
 from tfdist.data import python_examples, spec_file
 from tfdist.data.arrays import Arrays, in_memory, size_in_memory

@@ -19,10 +19,11 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from tfdist.cluster import schema, standard_error, wire
+from tfdist.cluster import schema, wire
 from tfdist.cluster.addresses import join
 from tfdist.cluster.discovery import HOROVODRUN, Cluster
 from tfdist.cluster.peers import Peers
+from tfdist.config.commands import standard_streams
 from tfdist.distributed import horovod_install
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line, printable
@@ -247,7 +248,7 @@ def bounded(limit: float) -> Iterator[None]:
     def watch() -> None:
         if not started.wait(limit):
             # The main thread is in C++, where no exception reaches it.
-            standard_error.write(
+            standard_streams.write_error(
                 f"tfdist: error: Horovod has not started within {limit:g} s: look at the output of the other workers, "
                 "or raise --start_timeout\n"
             )

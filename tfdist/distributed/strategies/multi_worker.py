@@ -22,7 +22,7 @@ from tensorflow.python.eager import context
 from tfdist.cluster.addresses import split
 from tfdist.cluster.peers import Peers
 from tfdist.distributed import collectives, shared_memory_sum
-from tfdist.distributed.distribution import Distribution
+from tfdist.distributed.distribution import Distribution, of_strategy
 from tfdist.distributed.shared_memory_sum import SharedMemorySum
 from tfdist.errors import UserError, one_line
 
@@ -148,16 +148,12 @@ def create(
         reduce = lambda tensors: of_replica().all_reduce(tf.distribute.ReduceOp.SUM, tensors, options)
     if len(names) == 1 and communication == "ring":
         _reduce_in_layers(strategy, reduce)
-    return Distribution(
+    return of_strategy(
+        strategy,
         name="multi_worker",
         reason=reason,
-        strategy=strategy,
-        replicas=replicas,
         devices=names,
         jit=jit,
-        run=lambda fn, args: strategy.run(fn, args=args),
-        local=strategy.experimental_local_results,
-        replica_id=lambda: tf.distribute.get_replica_context().replica_id_in_sync_group,
         all_sum=all_sum,
         all_gather=all_gather,
         creating=_explaining_failed_broadcasts,

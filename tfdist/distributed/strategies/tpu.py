@@ -15,7 +15,7 @@ from concurrent import futures
 from typing import TYPE_CHECKING, TypeVar
 
 from tfdist.distributed import child_process, tpu_host
-from tfdist.distributed.distribution import Distribution
+from tfdist.distributed.distribution import Distribution, of_strategy
 from tfdist.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -68,27 +68,17 @@ def try_elsewhere(name: str, limit: float, environ: Mapping[str, str]) -> None:
 
 def of(strategy: "tf.distribute.Strategy", reason: str) -> Distribution:
     """Describes a strategy that has been started."""
-    import tensorflow as tf
-
     replicas = strategy.num_replicas_in_sync
-
-    def all_sum(tensors: "list[tf.Tensor]") -> "list[tf.Tensor]":
-        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors)
-
-    alone = replicas == 1
-    return Distribution(
+    alone = {"replica_id": lambda: 0, "all_sum": lambda tensors: tensors} if replicas == 1 else {}
+    return of_strategy(
+        strategy,
         name="tpu",
         reason=reason,
-        strategy=strategy,
-        replicas=replicas,
         devices=tuple(f"TPU:{core}" for core in range(replicas)),
         jit="off",  # a TPU compiles all of a step anyway
-        run=lambda function, arguments: strategy.run(function, args=arguments),
-        local=strategy.experimental_local_results,
-        replica_id=lambda: 0 if alone else tf.distribute.get_replica_context().replica_id_in_sync_group,
-        all_sum=(lambda tensors: tensors) if alone else all_sum,
         static_shapes=True,
         lacks=("float16", "float64"),
+        **alone,
     )
 
 
