@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist.distributed.distribution import mirrored
+from tfdist.distributed.connect import mirrored
 
 L = keras.layers
 

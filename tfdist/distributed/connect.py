@@ -7,6 +7,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
+from concurrent import futures
 from typing import TYPE_CHECKING
 
 from tfdist.cluster import discovery, registration
@@ -14,7 +15,7 @@ from tfdist.cluster.peers import Peers
 from tfdist.config import cpu_kernels, messages, packages
 from tfdist.config.runtime_options import PlacementOptions, checked_keywords
 from tfdist.distributed import gpus, tf_devices, tpu_host
-from tfdist.distributed.distribution import Distribution, default, mirrored
+from tfdist.distributed.distribution import Distribution, of_strategy
 from tfdist.distributed.strategies import horovod, tpu
 from tfdist.errors import UserError
 
@@ -313,3 +314,30 @@ def _automatic(
             return "tpu", f"{hint} says that there is a TPU"
         without = f"; not tpu, though {hint} says that there is one: {problem}" if hint else ""
     return ("mirrored" if devices > 1 else "default"), f"{what} here{without}"
+
+
+def default(reason: str, device: str = "CPU:0", jit: str = "off") -> Distribution:
+    """Builds the strategy of one replica on one device, whose collectives return their input."""
+    import tensorflow as tf
+
+    # A scope, in which this thread may be, is the thread's own: in another one TensorFlow's default is the current one.
+    with futures.ThreadPoolExecutor(1) as elsewhere:
+        strategy = elsewhere.submit(tf.distribute.get_strategy).result()
+    return Distribution(name="default", reason=reason, strategy=strategy, replicas=1, devices=(device,), jit=jit)
+
+
+def mirrored(names: tuple[str, ...], reason: str, jit: str = "off") -> Distribution:
+    """Builds the strategy of one replica per device of this process (`tf.distribute.MirroredStrategy`)."""
+    import tensorflow as tf
+
+    from tfdist.distributed.collectives import mend_variables, sum_in_order
+
+    if len(names) < 2:
+        what = f"--strategy=mirrored needs at least 2 devices, found {len(names)} ({', '.join(names)})"
+        raise UserError(what, "use --virtual_devices=2 to split the CPU, or --strategy=default")
+    mend_variables(is_chief=True)
+    # Between CPUs of one process TensorFlow would choose its ring collective, which costs 0.7 to 0.4 of
+    # the speed; adding up in one place needs no copies there. GPUs keep the default, NCCL.
+    reduction = tf.distribute.ReductionToOneDevice(accumulation_fn=sum_in_order) if names[0].startswith("CPU") else None
+    strategy = tf.distribute.MirroredStrategy([f"/{name}" for name in names], cross_device_ops=reduction)
+    return of_strategy(strategy, name="mirrored", reason=reason, devices=names, jit=jit)
