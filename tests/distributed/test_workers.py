@@ -14,21 +14,8 @@ NAMES = [
     "batch norm, synchronized", "records, mixed", "records, mixed and accumulated", "stopped early",
     "loss of loss objects", "bfloat16", "float16",
 ]  # fmt: skip
-WORLDS = {
-    "multi_worker 1": ("multi_worker", 1, {}),
-    "multi_worker 2": ("multi_worker", 2, {}),
-    "multi_worker 2 by ring": ("multi_worker", 2, {"communication": "ring"}),
-    "multi_worker 3": ("multi_worker", 3, {}),
-    "multi_worker 2 x 2 devices": ("multi_worker", 2, {"virtual_devices": 2}),
-    "horovod 2": ("horovod", 2, {}),
-    "horovod 3": ("horovod", 3, {}),
-}
 
-
-SHORT = {
-    "multi_worker 2": "batch norm, synchronized",
-    "horovod 2": "weights averaged",
-}
+SHORT = {"multi_worker 2": "batch norm, synchronized", "horovod 2": "weights averaged"}
 """Worlds of `make test`, with a case for each; three processes, and two devices in each, take minutes to trace on two
 cores. The ring is that of `test_callbacks.py`."""
 
@@ -41,7 +28,7 @@ SHARING = ("multi_worker 2", "multi_worker 3")
 
 def cells():
     """Yields (world, case) of the whole table."""
-    for world, name in itertools.product(WORLDS, NAMES):
+    for world, name in itertools.product(worlds.WORLDS, NAMES):
         marks = [] if SHORT.get(world) == name else [pytest.mark.whole]
         yield pytest.param(world, name, marks=marks, id=f"{world.replace(' ', '-')}-{name}")
 
@@ -52,7 +39,7 @@ def workers_of(request, tmp_path_factory):
 
     @functools.cache
     def of(world):
-        strategy, workers, options = WORLDS[world]
+        strategy, workers, options = worlds.WORLDS[world]
         names = worlds.asked(request, [*NAMES, *SHRUNK, "own loop"], world=world)
         results = worlds.outcomes(tmp_path_factory.mktemp("world"), strategy, workers, "training", names, **options)
         sums = "shared memory" if world in SHARING else "horovod" if strategy == "horovod" else "ring"
@@ -88,7 +75,7 @@ def test_every_worker_ends_with_the_same(name, world, workers_of):
 def shrinking():
     """Yields (world, type); `make test` has both types that Horovod takes or refuses."""
     twin = ("multi_worker 2", "sums in float16")
-    for cell in itertools.product(WORLDS, SHRUNK):
+    for cell in itertools.product(worlds.WORLDS, SHRUNK):
         yield pytest.param(*cell, marks=[pytest.mark.whole] * (cell == twin or cell[0] not in SHORT))
 
 

@@ -6,13 +6,6 @@ import pytest
 from support import sharded_cases, worlds
 
 NAMES = ["together", "all random", "masked and plain", "wide", "records, mixed", "tail smaller than the replicas"]
-WORLDS = {
-    "multi_worker 2": ("multi_worker", 2, {}),
-    "multi_worker 3": ("multi_worker", 3, {}),
-    "multi_worker 2 x 2 devices": ("multi_worker", 2, {"virtual_devices": 2}),
-    "horovod 2": ("horovod", 2, {}),
-    "horovod 3": ("horovod", 3, {}),
-}
 pytestmark = pytest.mark.whole  # each starts processes
 
 
@@ -27,7 +20,7 @@ def workers_of(request, tmp_path_factory):
 
     @functools.cache
     def of(world):
-        strategy, workers, options = WORLDS[world]
+        strategy, workers, options = worlds.WORLDS[world]
         names = worlds.asked(request, NAMES, world=world)
         return worlds.outcomes(tmp_path_factory.mktemp("world"), strategy, workers, "sharded", names, **options)
 
@@ -35,7 +28,7 @@ def workers_of(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [w for w in worlds.WORLDS if w not in ("multi_worker 1", "multi_worker 2 by ring")])
 def test_the_bits_of_one_device(world, name, workers_of, alone):
     case = next(c for c in sharded_cases.CASES if c.name == name)
     for worker in workers_of(world):

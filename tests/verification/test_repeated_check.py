@@ -141,14 +141,24 @@ class Counts(L.Layer):
         return x * self.calls
 
 
+class Skips(keras.Sequential):
+    steps = 0
+
+    def train_step(self, data):
+        self.steps += 1  # replicas, of which each counts, do not all come to the sum of the gradients
+        return super().train_step(data) if self.steps % 3 else {}
+
+
 def test_a_count_in_python_that_runs_eagerly(connect):
-    model = compiled(connect, Counts, loss="mse")
     with connect(2).scope():
-        model.compile("sgd", "mse", run_eagerly=True)
-    before = model.layers[0].calls
-    with pytest.raises(tfdist.UserError, match=r"runs Counts once for each of 2 replicas, .* counts in Python"):
-        tfdist.fit(model, *data(late=False), BATCH, distribution=connect(2), verbose=0)
-    assert model.layers[0].calls <= before + 3  # those that build and classify
+        models = compiled(connect, Counts, loss="mse"), Skips([keras.Input((3,)), L.Dense(1)])
+    before = models[0].layers[0].calls
+    for model in models:
+        with connect(2).scope():
+            model.compile("sgd", "mse", run_eagerly=True)
+        with pytest.raises(tfdist.UserError, match=r"runs (Counts|Skips) once for each of 2 replicas, .* in Python"):
+            tfdist.fit(model, *data(late=False), BATCH, distribution=connect(2), verbose=0)
+    assert models[0].layers[0].calls <= before + 3  # those that build and classify
 
 
 def test_a_check_that_is_repeated_changes_nothing_and_keeps_no_model(connect):

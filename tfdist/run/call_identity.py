@@ -63,8 +63,8 @@ def facts_of(model: keras.Model, arguments: Mapping[str, Any]) -> dict[str, Any]
     facts |= {f"{CONTENT} {name}": digest(part) for name, part in data.items() if in_memory(part)}
     facts |= _of_call(code)
     facts[STARTING] = digest(model.get_weights())
-    if frozen := [i for i, layer in enumerate(keras_internals.flat_layers(model, False)) if not layer.trainable]:
-        facts[FROZEN] = str(frozen)
+    layers = keras_internals.flat_layers(model, False)
+    facts[FROZEN] = str([i for i, layer in enumerate(layers) if not layer.trainable])
     if model.compiled:
         optimizer = keras_internals.inner_optimizer(model.optimizer)
         with contextlib.suppress(NotImplementedError):  # of a schedule of the script's own
@@ -114,7 +114,7 @@ def check_same(number: int, here: Mapping[str, object], there: Mapping[str, obje
     # Modules are loaded when they are needed, which a call that is left out may not have done.
     odd = [name for name in odd if not name.startswith(CODE) or name in here.keys() & there.keys()]
     odd = [name for name in odd if name not in (PLACE, ROUND, AROUND, UNTOLD)]  # by which the call was found
-    odd = [name for name in odd if name != FROZEN or PLACE in there]  # of 0.2.0
+    odd = [name for name in odd if name != FROZEN or FROZEN in there]  # not so in 0.2.0
     if here["place"] != there.get("place"):  # where other devices may have computed them, to rounding
         odd = [name for name in odd if not name.startswith(("place", CONTENT, STARTING, setups.ENCLOSED))]
     if not odd:

@@ -95,15 +95,10 @@ def weighed_numbers(n):
     return *numbers(n), np.linspace(0.2, 3.0, n).astype("float32")
 
 
-class OwnTestStep(keras.Model):
+class OwnTestStep(Plain):
     """Trains as Keras does, and measures in its own way."""
 
-    def __init__(self):
-        super().__init__()
-        self.net = small()
-
-    def call(self, x):
-        return self.net(x)
+    train_step = keras.Model.train_step
 
     def test_step(self, data):
         x, y = data
@@ -286,12 +281,27 @@ class WithoutOptimizerOfKeras(Plain):
 
     def train_step(self, data):
         x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = ops.mean(ops.square(y - self(x, training=True)))
+        for variable in self.trainable_variables:
+            variable.assign_sub(0.1 * tape.gradient(loss, variable))
+        return {"loss": loss}
+
+
+class LeavesOut(Plain):
+    """Gives the optimizer no weights without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = L.Dense(3)
+        self.unused.build((None, 6))
+
+    def train_step(self, data):
+        x, y = data
         with tf.GradientTape() as tape:
             loss = ops.mean(ops.square(y - self(x, training=True)))
-        for variable, gradient in zip(
-            self.trainable_variables, tape.gradient(loss, self.trainable_variables), strict=True
-        ):
-            variable.assign_sub(0.1 * gradient)
+        found = zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.optimizer.apply_gradients([(g, v) for g, v in found if g is not None])
         return {"loss": loss}
 
 
@@ -340,6 +350,8 @@ PROGRAMS = [
     step("for tests", lambda: compiled(OwnTestStep(), "mse"), numbers),
     step("for predictions", lambda: compiled(OwnPredictStep(), "mse"), numbers),
     step("with averages of constrained weights", constrained, numbers),
+    step("that leaves out weights, with averages",
+         lambda: compiled(LeavesOut(), "mse", keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8)), numbers),
     step("that clips", lambda: compiled(Clips(), "mse"), numbers, refused=NO_MEAN),
     step("without an optimizer", lambda: compiled(WithoutOptimizerOfKeras(), "mse"), numbers,
          refused={"several": "after an update: add it up over the replicas"}),

@@ -1,4 +1,4 @@
-"""Standard output and error: full, closed or gone, a run does without its words, and not without its end."""
+"""Standard output and error: a run goes on without its words where they cannot be written, and holds back noise."""
 
 import contextlib
 import io
