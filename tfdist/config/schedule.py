@@ -58,7 +58,7 @@ class Plan:
         scaled = f", learning rate {self.base_rate:g} scaled to {self.rate:g}" if self.rate != self.base_rate else ""
         return (
             f"{self.updates} updates of {self.global_batch} examples{split}{micro}: "
-            f"{self.epochs} epochs of {self.examples} examples{scaled}"
+            f"{self.epochs} epoch{'s' * (self.epochs > 1)} of {self.examples} examples{scaled}"
         )
 
 
