@@ -73,7 +73,7 @@ def replaced(name: str, values: Sequence[tuple[Any, object]]) -> Iterator[None]:
         yield
     finally:
         for owner, _ in values:
-            del vars(owner)[name]
+            vars(owner).pop(name, None)  # a list of metrics may name one twice
         for owner, value in before:
             vars(owner)[name] = value
 

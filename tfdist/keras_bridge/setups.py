@@ -135,8 +135,9 @@ def fingerprint(model: keras.Model, distribution: Distribution, rows: Structure,
     """
     if may_be_rare(model, kind):
         return ""
-    parts = [tf.__version__, __version__, distribution.name, str(distribution.replicas), distribution.jit]
-    parts += [kind, comparison, cpu_kernels.in_use(), *(f"{t.shape} {t.dtype}" for t in keras.tree.flatten(rows))]
+    parts = [tf.__version__, keras.__version__, __version__]
+    parts += [distribution.name, str(distribution.replicas), distribution.jit, kind, comparison]
+    parts += [cpu_kernels.in_use(), *(f"{t.shape} {t.dtype}" for t in keras.tree.flatten(rows))]
     parts += [f"{v.shape} {v.dtype} {v.trainable}" for v in model.variables]
     parts += [f"{layer.trainable} {getattr(layer, 'synchronized', '')}" for layer in keras_internals.flat_layers(model)]
     compiled = {"train": of_training, "test": of_losses}.get(kind, of_model)(model)

@@ -26,7 +26,7 @@ _USAGE = "write tfdist run [flags] SCRIPT [arguments], or -m MODULE [arguments]"
 
 def _define_flags() -> None:
     names = [name for part in (PlacementOptions, ResumeOptions) for name in runtime_options.names(part)]
-    runtime_options.define_flags([name for name in names if name != "requeue"])
+    runtime_options.define_flags([*(name for name in names if name != "requeue"), "check_agreement"])
     flags.FLAGS["workdir"].help = "Folder where each fit keeps its checkpoints; empty: nothing is kept."
     flags.FLAGS["resume"].help = "Continue with the calls of fit in --workdir, or never: set them aside."
     flags.DEFINE_integer("virtual_replicas", 0, "Slices of every batch; the same bits on any number of devices.")

@@ -41,7 +41,11 @@ def run(program: Program, environment: Environment, values: flags.FlagValues) ->
             if environment.workdir:
                 kept = stack.enter_context(KeptFits(distribution, environment, values.checkpoint_every))
             patch = keras_patch.KerasPatch(
-                distribution, values.sync_batch_norm == "on", values.virtual_replicas, kept.call if kept else None
+                distribution,
+                values.sync_batch_norm == "on",
+                values.virtual_replicas,
+                environment.check_agreement,
+                kept.call if kept else None,
             )
             keras_patch.install(patch)
             if values.show == "chief" and not distribution.is_chief:

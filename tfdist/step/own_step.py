@@ -278,8 +278,26 @@ def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
                 sample_weight = part.share
         theirs(metric, values, sample_weight)
 
+    def assign_rate(theirs: Callable, value: tf.Tensor) -> object:
+        part: _Part | None = getattr(_tracing, "part", None)
+        if part is not None and part.replica.distribution.replicas > 1:
+            own = [part.rows.data, *(result for result, _ in part.results.values())]
+            if computed_from(tf.convert_to_tensor(value), own):  # of which all replicas would take the first one's
+                complaint = UserError(
+                    f"train_step of {type(model).__name__} computes the learning rate from the batch, of which each of "
+                    f"{part.replica.distribution.replicas} replicas has other rows",
+                    "compute it from optimizer.iterations, set it in a callback, or use --strategy=default",
+                )
+                part.complaints.append(complaint)
+                raise complaint
+        return theirs(value)
+
     with contextlib.ExitStack() as changes:
         changes.enter_context(keras_internals.without_reduction())
+        rates = [keras_internals.rate_setting(one) for o in known for one in keras_internals.updating(o)]
+        variables = [rate for rate in rates if isinstance(rate, keras.Variable)]
+        noted = [(rate, functools.partial(assign_rate, rate.assign)) for rate in variables]
+        changes.enter_context(keras_internals.replaced("assign", noted))
         for optimizer in known:
             base = inner_optimizer(optimizer)
             changes.enter_context(keras_internals.replaced("use_ema", [(base, False)]))

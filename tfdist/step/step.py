@@ -79,6 +79,8 @@ class Step:
         # Of virtual replicas one function computes batches of any length: the end of a call depends on time.
         options = options or TrainingOptions()
         options = dataclasses.replace(options, full=options.full and not layout.virtual)
+        if self.own_steps.get(kind):  # which no option changes
+            options = TrainingOptions()
         key = (kind, layout, options, self.replica.bare)
         if key not in self._compiled:
             if not kind.startswith("predict"):

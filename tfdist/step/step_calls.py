@@ -27,6 +27,7 @@ class _Kept(NamedTuple):
 
     key: tuple[int | str, ...]  # what it was made for, as ids
     owners: tuple  # what these ids belong to; held, or another object could take an id and be mistaken for its owner
+    made: tuple  # Keras' functions; held, too
     step: Step  # it does not keep its model alive (see `Step.model`)
     trained: tuple[keras.Variable, ...] | None = None  # updated by trainings since compile()
 
@@ -50,6 +51,7 @@ def step_of(
       outputs_only: the model need not be compiled, nor the source have targets.
       batch: examples of a global batch.
     """
+    made = functions_of_keras(model)
     key = _key(model, distribution)
     kept = _STEPS.get(id(model))
     if kept is not None and kept.key == key:
@@ -72,7 +74,8 @@ def step_of(
         owners = _owners(model, distribution)  # anew: building may have created the weights
         compiled = len(owners) - len(model.trainable_variables)
         same = kept is not None and [*map(id, kept.owners[:compiled])] == [*map(id, owners[:compiled])]
-        _STEPS[id(model)] = _Kept(_key(model, distribution), owners, step, kept.trained if kept and same else None)
+        trained = kept.trained if kept and same else None
+        _STEPS[id(model)] = _Kept(_key(model, distribution), owners, made, step, trained)
     return step
 
 
@@ -105,12 +108,22 @@ def compiled_parts(model: keras.Model, distribution: Distribution) -> tuple:
     return (distribution.strategy, *compiled, getattr(model, "optimizer", None))
 
 
+def functions_of_keras(model: keras.Model) -> tuple:
+    """Returns Keras' functions of a model, which nothing here calls, made where they are missing.
+
+    A script that sets one to None, or calls `make_train_function(force=True)`, wants the model to be traced anew.
+    """
+    for kind in ("train", "test", "predict"):
+        if getattr(model, f"{kind}_function") is None:
+            getattr(model, f"make_{kind}_function")()  # which traces nothing
+    return model.train_function, model.test_function, model.predict_function
+
+
 def _key(model: keras.Model, distribution: Distribution) -> tuple[int | str, ...]:
     # A layer's `synchronized` is read while the step is traced: one that is set between two fits would do nothing.
     synchronized = "".join(str(int(layer.synchronized)) for layer in keras_internals.batch_norms(model))
-    # Keras' functions, which nothing here calls, are others after `make_train_function(force=True)`, to trace anew.
-    made = model.train_function, model.test_function, model.predict_function
-    return (distribution.jit, distribution.static_shapes, synchronized, *map(id, made + _owners(model, distribution)))
+    objects = functions_of_keras(model) + _owners(model, distribution)
+    return (distribution.jit, distribution.static_shapes, synchronized, *map(id, objects))
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ class KerasPatch:
     Args:
       distribution: where models train.
       sync_batch_norm: synchronize the BatchNormalization layers of a model when it first trains on several replicas.
-      virtual_replicas: as for `fit`, for all calls.
+      virtual_replicas, check_agreement: as for `fit`, for all calls.
       call_fit: called as `call_fit(fit, model, arguments)` for each `model.fit`, with its arguments by name; `fit` also
         takes `left_out`, the number of calls that the script has left out before this one.
     """
@@ -61,12 +61,13 @@ class KerasPatch:
         distribution: Distribution,
         sync_batch_norm: bool = True,
         virtual_replicas: int = 0,
+        check_agreement: str = "auto",
         call_fit: Callable[[Callable[..., Any], keras.Model, dict[str, Any]], Any] | None = None,
     ):
         self.distribution = distribution
         self.calls = 0  # how often a model was trained, evaluated or asked for predictions
-        self.options = sync_batch_norm, virtual_replicas, call_fit
-        self._sync_batch_norm, self._virtual_replicas, self._call_fit = self.options
+        self.options = sync_batch_norm, virtual_replicas, check_agreement, call_fit
+        self._sync_batch_norm, self._virtual_replicas, self._check_agreement, self._call_fit = self.options
         self._fits = self.depth = 0
         self._warned: set[str] = set()
         self._undo = contextlib.ExitStack()
@@ -220,6 +221,7 @@ class KerasPatch:
             if name in _TRAINING:
                 self._normalize(model, arguments)
             arguments.setdefault("virtual_replicas", self._virtual_replicas)
+            arguments.setdefault("check_agreement", self._check_agreement)
             self.calls += 1
             if name == "train_on_batch" and self._call_fit:
                 self._log_once("WARNING: --workdir keeps calls of fit: loops of train_on_batch start anew after a kill")
@@ -327,7 +329,11 @@ def install(patch: KerasPatch) -> None:
         if before.distribution is patch.distribution and before.options == patch.options:
             return
         unpatch_keras()
-    patch.install()
+    try:
+        patch.install()
+    except BaseException:  # such as a name that another version of Keras lacks
+        patch.remove()
+        raise
     _INSTALLED.append(patch)
 
 

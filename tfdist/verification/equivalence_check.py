@@ -234,17 +234,22 @@ def _agree_op_by_op(step: Step, rows: tuple[Structure, ...], comparison: Compari
     """
     if step.distribution.static_shapes or tf.config.functions_run_eagerly() or runs_own(step.model, comparison.kind):
         return None
-    outcome = None
-    with contextlib.suppress(ValueError, TypeError, tf.errors.OpError):  # of which the compiled functions say more
-        for precise in (contextlib.nullcontext(), keras_internals.computing_in(step.model, "float64")):
+    for precise in (contextlib.nullcontext(), keras_internals.computing_in(step.model, "float64")):
+        outcome = None
+        with contextlib.suppress(ValueError, TypeError, tf.errors.OpError):  # of which the compiled functions say more
             with precise:
                 probe, rounding = EquivalenceProbe(step, rows, comparison, keras_only=True), _rounding(step.model)
                 whole = probe.run(True)
                 distances = whole.distance(probe.run(False))
-            if whole.is_finite() and max(distances.values(), default=0.0) <= rounding:
-                outcome = _Outcome(whole, {}, distances, rounding, True)
-                break
-    return outcome if all(step.distribution.peers.gather("whether replicas agree", outcome is not None)) else None
+            agrees = whole.is_finite() and bool(max(distances.values(), default=0.0) <= rounding)
+            outcome = agrees, _Outcome(whole, {}, distances, rounding, True)
+        # Together: the last bits of workers may differ, and one that went on alone would wait for the others.
+        found = step.distribution.peers.gather("whether replicas agree", outcome and outcome[0])
+        if None in found:
+            return None
+        if all(found) and outcome:
+            return outcome[1]
+    return None
 
 
 def _of_some_rows(probe: EquivalenceProbe, groups: list[list[int]]) -> _Outcome | None:

@@ -20,7 +20,7 @@ from tfdist.data.batch_layout import Batch, HostSlice, Layout, ReplicaBatch, hos
 from tfdist.data.draws import written
 from tfdist.data.spec import Structure
 from tfdist.errors import UserError
-from tfdist.keras_bridge import keras_internals, layer_state, metrics
+from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions
 from tfdist.keras_bridge.loss import SAMPLE_ROWS
 from tfdist.step import functions, own_step, step_calls
 from tfdist.step.batch_loop import LogNames
@@ -362,7 +362,9 @@ class EquivalenceProbe:
             means = replica.distribution.all_sum(means)
         kept = {v.path: total / replica.distribution.replicas for v, total in zip(self._gathered, means)}
         if self._training and self._own:
+            rates = map(keras_internals.rate_setting, preconditions.optimizers(model))
             alike = [*keras_internals.fixed_variables(model), *model.trainable_variables]
+            alike += [rate for rate in rates if isinstance(rate, keras.Variable)]
             kept.update({v.path: tf.convert_to_tensor(v.value) for v in alike})
         return {f"{STATE} {path!r}": value for path, value in kept.items()}
 

@@ -288,6 +288,19 @@ class WithoutOptimizerOfKeras(Plain):
         return {"loss": loss}
 
 
+class SetsRate(Plain):
+    """Makes a step of a length that Polyak's rule finds in the batch."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(y - self(x, training=True)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.learning_rate = 0.3 * loss / sum(ops.sum(g * g) for g in gradients)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"loss": loss}
+
+
 class LeavesOut(Plain):
     """Gives the optimizer no weights without a gradient."""
 
@@ -295,6 +308,9 @@ class LeavesOut(Plain):
         super().__init__()
         self.unused = L.Dense(3)
         self.unused.build((None, 6))
+        self.mean = metrics.Mean(name="mean")
+
+    metrics = property(lambda self: [*super().metrics, self.mean])  # names that twice
 
     def train_step(self, data):
         x, y = data
@@ -352,6 +368,8 @@ PROGRAMS = [
     step("with averages of constrained weights", constrained, numbers),
     step("that leaves out weights, with averages",
          lambda: compiled(LeavesOut(), "mse", keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8)), numbers),
+    step("that sets the learning rate", lambda: compiled(SetsRate(), "mse"), numbers,
+         refused={"several": "computes the learning rate from the batch"}),
     step("that clips", lambda: compiled(Clips(), "mse"), numbers, refused=NO_MEAN),
     step("without an optimizer", lambda: compiled(WithoutOptimizerOfKeras(), "mse"), numbers,
          refused={"several": "after an update: add it up over the replicas"}),
