@@ -537,7 +537,7 @@ def test_a_model_with_its_own_train_step(connect):
 
 def test_a_loss_that_cannot_be_summed(connect):
     model = small(connect(1), loss=keras.losses.MeanSquaredError(reduction=None), metrics=[])
-    with pytest.raises(tfdist.UserError, match="has reduction=None, which leaves nothing to minimise"):
+    with pytest.raises(tfdist.UserError, match="has reduction=None, which leaves nothing to minimize"):
         fit(model, connect(1))
 
 

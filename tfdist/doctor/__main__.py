@@ -95,10 +95,10 @@ def _show(report: display.Report) -> None:
 
     console = Console(highlight=False, markup=False, emoji=False)
     show = partial(console.print, soft_wrap=True)  # the lines are as long as they are to be
-    for colour, line in display.lines(report, console.width if console.is_terminal else 0):
-        # Only the first word has the colour: long coloured lines are hard to read.
+    for color, line in display.lines(report, console.width if console.is_terminal else 0):
+        # Only the first word has the color: long colored lines are hard to read.
         word, space, rest = line.partition(" ")
-        show(word, style=None if console.no_color else colour or None, end="")
+        show(word, style=None if console.no_color else color or None, end="")
         show(space + rest)
     show("\nFor a bug report:", "```", *display.bug_report(report), "```", sep="\n")
 

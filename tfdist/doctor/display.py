@@ -44,7 +44,7 @@ class Report:
 
 
 def lines(report: Report, width: int) -> list[tuple[str, str]]:
-    """Returns colour (or "") and text of each line, none longer than `width`; 0 leaves them as long as they are."""
+    """Returns color (or "") and text of each line, none longer than `width`; 0 leaves them as long as they are."""
     shown = [("", line) for text in _devices(report) for line in _wrapped(text, width, 2)]
     shown += [("", ""), *(("", line) for text in _strategy(report) for line in _wrapped(text, width, 4)), ("", "")]
     for finding in report.findings:

@@ -83,7 +83,7 @@ def environment(operations: tuple[str, ...], tools: dict[str, str], temporary: s
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITHOUT_NVTX": "1",
         "HOROVOD_WITH_GLOO": "1",
-        # The bundled Gloo asks for the behaviour of a CMake so old that CMake 4 refuses.
+        # The bundled Gloo asks for the behavior of a CMake so old that CMake 4 refuses.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         # Horovod passes options that only make understands, and -j8 unless told otherwise.
         "CMAKE_GENERATOR": "Unix Makefiles",

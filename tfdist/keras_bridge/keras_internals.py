@@ -465,7 +465,7 @@ def unscaled_losses(in_replicas: bool = True) -> AbstractContextManager[None]:
 
 
 def compiled_with(model: keras.Model) -> list[object]:
-    """Returns losses, weights and metrics as `compile` was given them; in public only what they serialise to."""
+    """Returns losses, weights and metrics as `compile` was given them; in public only what they serialize to."""
     given = model._compile_config.config
     return [given[name] for name in ("loss", "loss_weights", "metrics", "weighted_metrics")]
 
@@ -553,7 +553,7 @@ RESETS_ON_BATCH = "reset_metrics" in TensorFlowTrainer.train_on_batch.__code__.c
 """Whether `train_on_batch` and `test_on_batch` return what a batch alone has come to, as since Keras 3.15; before, they
 went on from call to call, and nothing public tells."""
 averaged_function = operator.attrgetter("_fn", "_fn_kwargs")
-"""The function that a MeanMetricWrapper averages, and its options; `get_config` gives them serialised."""
+"""The function that a MeanMetricWrapper averages, and its options; `get_config` gives them serialized."""
 
 
 # Optimizers.

@@ -152,7 +152,7 @@ class Objective:
                 if entry.loss.reduction in (None, "none"):
                     raise UserError(
                         f"loss {entry.loss.name!r} has reduction={entry.loss.reduction!r}, which leaves nothing to "
-                        "minimise",
+                        "minimize",
                         f"use 'sum' or one of {', '.join(MEANS)}",
                     )
         try:

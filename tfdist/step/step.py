@@ -210,7 +210,7 @@ class Step:
                 return
             if outputs is not None:
                 self._create(y, outputs)
-        # Anew: which variables have a regulariser is known only now.
+        # Anew: which variables have a regularizer is known only now.
         self.replica = Replica(model, self.distribution, self.replica.jit)
         self.replica.bare = bare
         self.sample_rows, self._first = _rows(data, SAMPLE_ROWS), data

@@ -13,7 +13,7 @@ from tfdist.errors import UserError
 from tfdist.monitoring.report import curves, line_chart, page, run_files
 from tfdist.monitoring.report.html import Html, join, table, tag
 
-CURVES = 6  # runs whose curves are drawn at most; a page has so many colours
+CURVES = 6  # runs whose curves are drawn at most; a page has so many colors
 NONE = "-"
 USUAL = ("accuracy", "loss")  # metrics by which runs are compared, the first that there is
 OF_LOSS = ("train.loss", "train.label_smoothing")
@@ -139,9 +139,9 @@ def _curves(rows: Sequence[SweepRow], aim: schedule.Aim | None) -> Html:
     charts, records = [], [run_files.read(pathlib.Path(row.folder)) for row in rows]
     for name in dict.fromkeys([f"val_{aim.metric}", "loss"]) if aim else ():
         lines = []
-        for colour, (row, record) in enumerate(zip(rows, records), 1):
+        for color, (row, record) in enumerate(zip(rows, records), 1):
             updates, seen = (run_files.number(record.result.get(key)) for key in ("updates", "examples_seen"))
             if updates and seen:
-                lines.append(curves.curve(row.name, record.epochs, name, colour, over=updates / seen))
+                lines.append(curves.curve(row.name, record.epochs, name, color, over=updates / seen))
         charts.append(line_chart.plot(name, lines, "examples seen", text=line_chart.value))
     return tag("div", *charts, class_="charts") if any(charts) else Html("")

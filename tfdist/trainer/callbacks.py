@@ -65,7 +65,7 @@ class Call:
     spent: Spent  # this worker's time since the last call of this epoch or its beginning
     steady: bool  # nothing was compiled in it
     gradient_norm: float | None
-    """The norm in its last update, before clipping and without regularisers; None unless a callback has
+    """The norm in its last update, before clipping and without regularizers; None unless a callback has
     `wants_gradient_norm = True`."""
 
 

@@ -25,7 +25,7 @@ RANDOM = re.compile(
 """Layers whose random numbers depend on the number of replicas."""
 
 REFUSALS = [
-    ("leaves nothing to minimise", r"reduction='none'"),
+    ("leaves nothing to minimize", r"reduction='none'"),
     ("smaller than", r"batch_size=[12]\b|n, draw = 1,|uneven\(data, (1|4|5)\)|n, draw = 5,[^$]*uneven"),
     ("smaller than", r"(once|Rows)\(data, 1\b|batch\(1\)"),
     ("add it up over the replicas", r"RunningMaximum|renorm|KeepsMean"),

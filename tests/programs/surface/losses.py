@@ -264,7 +264,7 @@ PROGRAMS = [
     loss("mean by weight", lambda: losses.Huber(reduction="mean_with_sample_weight"), weighed(numbers)),
     loss("summed with weights", lambda: losses.LogCosh(reduction="sum"), weighed(numbers)),
     loss("not reduced", lambda: losses.MeanSquaredError(reduction=None), numbers, unlike_keras="it refuses",
-         refused={"default": "leaves nothing to minimise", "several": "leaves nothing to minimise"}),
+         refused={"default": "leaves nothing to minimize", "several": "leaves nothing to minimize"}),
     loss("in float64", lambda: losses.MeanSquaredError(dtype="float64"), numbers),
     loss("function by example", lambda: squares, weighed(numbers)),
     loss("function of one number", lambda: one_number, numbers),

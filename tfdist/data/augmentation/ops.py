@@ -90,7 +90,7 @@ def randaugment(image: tf.Tensor, seed: tf.Tensor, layers: int, magnitude: float
 def apply(image: tf.Tensor, number: tf.Tensor, signed: tf.Tensor, level: float, maximum: float) -> tf.Tensor:
     """Applies operation `number` of `OPERATIONS` with strength `level` in [0, 1], `signed` being plus or minus that."""
     factors = tf.where(tf.range(6, 9) == number, 1.0 + 0.9 * signed, 1.0)
-    # Operations that share their code share a branch: a branch costs time to build and optimise, taken or not.
+    # Operations that share their code share a branch: a branch costs time to build and optimize, taken or not.
     branches = [
         lambda: image,
         lambda: _moved(image, number, signed),
