@@ -104,6 +104,7 @@ def test_gradients_that_travel_in_half_the_bytes(name, world, workers_of, refere
     assert {worker[name][0].tobytes() for worker in workers} == {found[0].tobytes()}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("world, name", [("horovod 2", "own loop")])
 def test_gradients_that_a_script_applies_are_not_summed(name, world, workers_of):
     """Each rank has all of them: as Horovod's sum they stepped twice as far, without a word."""
