@@ -127,7 +127,7 @@ def leaves_nothing(folder, but):
     assert not left, left
 
 
-test_a_few_command_lines, test_any_command_line = adversary.few_and_many(3, 350, ends_well, arguments=LINES)
+test_a_few_command_lines, test_any_command_line = adversary.few_and_many(2, 350, ends_well, arguments=LINES)
 
 
 # -- configs ------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_any_config(tfds_dir, given_settings):
     event("refused" if line else "works")
 
 
-@adversary.few(50)
+@adversary.few(20)
 @given(given_settings=SETTINGS)
 def test_any_experiment_in_this_process(given_settings):
     """What a call passes is checked like what a file says; without TensorFlow, and cheaply."""

@@ -231,7 +231,7 @@ def a_record_file(content, options, **data):
 
 
 test_some_record_files, test_any_record_file = adversary.few_and_many(
-    2, 500, a_record_file, content=record_files(), options=RECORD_OPTIONS,
+    1, 500, a_record_file, content=record_files(), options=RECORD_OPTIONS,
     on_error=st.sampled_from(config.CHOICES["data.on_error"]), image_size=st.sampled_from(["", "4"]),
     cache=st.sampled_from(["auto", "stream"]),
 )  # fmt: skip

@@ -234,7 +234,7 @@ def flipped_bit(finished, name, place, bit, by_checkpoint):
 
 
 test_some_bits_change_no_value, test_no_bit_changes_a_value = adversary.few_and_many(
-    60, 1500, flipped_bit, name=st.sampled_from(VALUED), place=st.integers(0, 10**6), bit=st.integers(0, 7),
+    30, 1500, flipped_bit, name=st.sampled_from(VALUED), place=st.integers(0, 10**6), bit=st.integers(0, 7),
     by_checkpoint=st.booleans(),
 )  # fmt: skip
 

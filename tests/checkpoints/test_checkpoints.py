@@ -110,7 +110,7 @@ def test_stopped_anywhere_and_resumed_ends_with_the_same_bits(replicas, data, co
     assert done[1] == whole[1]
 
 
-@pytest.mark.parametrize("draw", first(1, [keras.random.normal, tf.random.normal]))
+@pytest.mark.parametrize("draw", first(0, [keras.random.normal, tf.random.normal]))
 def test_layers_that_draw_without_a_seed_of_their_own_draw_on_or_it_is_told(draw, connect, tmp_path, said):
     """Each checkpoint was without the state of Keras' own generator, and nothing told of TensorFlow's."""
     x = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
@@ -136,7 +136,7 @@ def test_layers_that_draw_without_a_seed_of_their_own_draw_on_or_it_is_told(draw
     assert (resumed == whole, len(told)) == ((True, 0) if draw is keras.random.normal else (False, 2))
 
 
-@pytest.mark.parametrize("layer", first(1, [L.SimpleRNN, L.LSTM]))
+@pytest.mark.parametrize("layer", first(0, [L.SimpleRNN, L.LSTM]))
 def test_what_recurrent_layers_carry_on_is_part_of_it(layer, connect, tmp_path):
     x = np.random.default_rng(0).normal(size=(24, 3, 4)).astype(np.float32)
 
@@ -212,6 +212,7 @@ def test_taking_checkpoints_changes_nothing_and_keeps_the_newest_and_the_best(co
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "20"
 
 
+@pytest.mark.whole
 def test_the_best_epoch_is_one_that_was_validated(connect, tmp_path):
     done = small(connect(1), checkpoints=kept(tmp_path, every="9 epochs", best="max val_loss"), validation_freq=2)
     best = 10 * (1 + int(np.argmax(done[1]["val_loss"])))
@@ -302,7 +303,7 @@ def test_a_csv_logger_keeps_its_rows_through_a_resume(append, connect, tmp_path)
         assert rows("cut.csv", 3, checkpoints=kept(tmp_path, every="1000 steps")) == expected
 
 
-@pytest.mark.parametrize("every", first(1, ["7 steps", "1000 steps"]))
+@pytest.mark.parametrize("every", first(0, ["7 steps", "1000 steps"]))
 @pytest.mark.parametrize("data", first(1, [shuffled, of_unknown_length]))
 def test_files_that_callbacks_have_written_after_the_last_checkpoint_do_not_count(
     data, every, connect, tmp_path, monkeypatch
@@ -461,6 +462,7 @@ def test_other_inputs_that_are_read_by_number_are_refused(connect, tmp_path):
         small(connect(1), lambda: other, checkpoints=kept(tmp_path, every="1 steps"))
 
 
+@pytest.mark.whole
 def test_another_model_is_refused(connect, tmp_path):
     train(connect(1), made=model(connect(1), norm=False), epochs=1, checkpoints=kept(tmp_path, every="1 epoch"))
     for changed, words in (False, r"another experiment \(the setup of the model"), (True, "model .*kernel is float32"):
@@ -576,7 +578,7 @@ CHANGED_SETUPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", first(15, sorted(range(len(CHANGED_SETUPS)), key=lambda number: number % 2)))
+@pytest.mark.parametrize("number", first(5, sorted(range(len(CHANGED_SETUPS)), key=lambda number: number % 2)))
 def test_another_setup_is_told_from_the_same(connect, number):
     def told(made, shuffle, callbacks):
         return setups.of_training(made) | setups.of_callbacks(made, callbacks) | {"shuffle": shuffle}
@@ -663,6 +665,7 @@ class Plain(keras.callbacks.Callback):
     """Has no state that a checkpoint could keep."""
 
 
+@pytest.mark.whole
 def test_what_callbacks_do_at_the_beginning_of_an_epoch_is_done_once(connect, tmp_path, said):
     """A rate was lowered twice in an epoch that was resumed, and an average of the weights trained on."""
 
@@ -706,6 +709,7 @@ def without_average(distribution):
         return training_cases.compiled(training_cases.dense(), keras.optimizers.SGD(0.1))
 
 
+@pytest.mark.whole
 def test_rollback_leaves_out_what_spoils_the_training(connect, tmp_path, said):
     made = without_average(connect(2))
     options = dict(batch_size=BATCH, epochs=2, verbose=0, distribution=connect(2), steps_per_call=1)

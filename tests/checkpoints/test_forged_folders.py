@@ -166,24 +166,15 @@ def test_other_files_of_another_shape(text, folder):
         spec_file.read(folder)
 
 
-@pytest.mark.parametrize(
-    "field, value, why",
-    [
-        ("classes", math.inf, "it has inf instead of an integer"),
-        ("classes", 2**63, "it has classes=9223372036854775808"),
-        ("classes", {}, "it has {} instead of an integer"),
-        ("classes", True, "it has True instead of an integer"),
-        ("classes", 0, "it has classes=0"),
-        ("shape", 3, "it has 3 instead of a list"),
-        ("shape", [-1], "it has shape=(-1,)"),
-        ("shape", [8, "8"], "it has '8' instead of an integer"),
-        ("maximum", None, "it has None instead of a number"),
-        ("dtype", "uint", "it has dtype='uint'"),
-        ("names", [1], "it has 1 instead of a text"),
-        ("columns", [3], "it has 3 instead of an object"),
-        ("target", {"name": "y", "kind": "date"}, "it has columns=()"),
-    ],
-)
+@pytest.mark.parametrize("field, value, why", [
+    ("classes", math.inf, "it has inf instead of an integer"),
+    ("classes", 2**63, "it has classes=9223372036854775808"), ("classes", {}, "it has {} instead of an integer"),
+    ("classes", True, "it has True instead of an integer"), ("classes", 0, "it has classes=0"),
+    ("shape", 3, "it has 3 instead of a list"), ("shape", [-1], "it has shape=(-1,)"),
+    ("shape", [8, "8"], "it has '8' instead of an integer"), ("maximum", None, "it has None instead of a number"),
+    ("dtype", "uint", "it has dtype='uint'"), ("names", [1], "it has 1 instead of a text"),
+    ("columns", [3], "it has 3 instead of an object"), ("target", {"name": "y", "kind": "date"}, "it has columns=()"),
+])  # fmt: skip
 def test_a_description_of_data_that_cannot_be(field, value, why, folder):
     content = json.loads((folder / "data.json").read_bytes())
     content["spec"][field] = value

@@ -406,22 +406,12 @@ def test_refused(environ, message):
         discovery.find(environ)
 
 
-@pytest.mark.parametrize(
-    "hosts, expected",
-    [
-        # The first of those to which `scontrol show hostnames` expands them; it knows no text after a bracket.
-        ("n1", "n1"),
-        ("a,b,c", "a"),
-        ("n[1-3,07,10-12]", "n1"),
-        ("n[08-11]", "n08"),
-        ("n-1[3,5]", "n-13"),
-        ("r[1-2]n[1-2]", "r1n1"),
-        ("n[1-2][3-4]", "n13"),
-        ("gpu[001-003],cpu[1-2],login", "gpu001"),
-        ("b[01-02]x,a1", "b01x"),
-        ("n[1-999999999]", "n1"),
-    ],
-)
+@pytest.mark.parametrize("hosts, expected", [
+    # The first of those to which `scontrol show hostnames` expands them; it knows no text after a bracket.
+    ("n1", "n1"), ("a,b,c", "a"), ("n[1-3,07,10-12]", "n1"), ("n[08-11]", "n08"), ("n-1[3,5]", "n-13"),
+    ("r[1-2]n[1-2]", "r1n1"), ("n[1-2][3-4]", "n13"), ("gpu[001-003],cpu[1-2],login", "gpu001"),
+    ("b[01-02]x,a1", "b01x"), ("n[1-999999999]", "n1"),
+])  # fmt: skip
 def test_the_first_of_a_host_list(hosts, expected):
     assert addresses.first_host(hosts) == expected
 

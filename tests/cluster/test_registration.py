@@ -412,7 +412,8 @@ LOSSES = [  # what workers 0, 1 and 2 do, their exit codes, and what those with 
 ]  # fmt: skip
 
 
-TWINS = {"raises", "chief fails", "exits in the middle", "stuck together", "a message without its parts"}
+TWINS = {"raises", "chief fails", "exits in the middle", "stuck together", "a message without its parts", "other calls",
+         "killed in gather", "a watch that breaks", "killed while others keep back what is printed"}  # fmt: skip
 """Losses like others of the table, which are `whole`."""
 CELLS = [pytest.param(*c[1:], id=c[0], marks=[pytest.mark.whole] * (c[0] in TWINS)) for c in LOSSES]
 

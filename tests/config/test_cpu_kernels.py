@@ -99,6 +99,7 @@ def test_nan_is_not_lost_in_a_relu(connect):
     assert np.isnan(dense(tf.reshape(images, (16, 8)))).all() and np.isnan(convolution(images)).all()
 
 
+@pytest.mark.whole
 def test_a_resume_with_other_kernels_says_so(connect, said, tmp_path, monkeypatch):
     def fit(epochs):
         model = training_cases.compiled(keras.Sequential([keras.Input((2,)), keras.layers.Dense(5)]))

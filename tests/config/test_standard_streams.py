@@ -36,6 +36,7 @@ def full():
         yield file
 
 
+@pytest.mark.whole
 def test_a_training_goes_on_when_standard_output_is_full(tmp_path, tfds_dir):
     flags = ["--config.train.epochs=0", "--config.train.steps=2", "--config.model.name=mlp", "--notensorboard"]
     command = [sys.executable, "-m", "tfdist.train", *flags, "--workdir=out"]

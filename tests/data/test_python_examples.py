@@ -109,6 +109,7 @@ def test_what_is_refused(made, message, load):
         load(made)
 
 
+@pytest.mark.whole
 def test_an_example_that_cannot_be_read_is_named(load, connect):
     data = load(Source(lambda i: (X[i], Y[i]) if i != 9 else 1 / 0, labels=Y))
     wrong = load(Source(lambda i: (X[i], Y[i]), labels=Y[::-1].copy()))

@@ -41,7 +41,7 @@ def times_seen(model):
     return (100.0 - model.get_weights()[0][:, 0]).tolist()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("replicas", [1, 3, 8])
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_each_example_once_per_epoch(examples, replicas, connect):
@@ -54,7 +54,7 @@ def test_each_example_once_per_epoch(examples, replicas, connect):
 
 
 @pytest.mark.whole
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("examples", [1, BATCH - 1, BATCH, BATCH + 1, 3 * BATCH - 1])
@@ -74,7 +74,7 @@ def test_each_example_of_a_dataset_once_per_epoch(examples, known, replicas, con
     assert times_seen(model) == [2.0] * examples
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("replicas", [1, 3, 8])
 @pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("as_dataset", [False, True, "of unknown length"])
@@ -217,7 +217,7 @@ def feeds(source, accumulate=1, replicas=6, local=2, **kwargs):
     return [(kind(source, layout, **kwargs), layout) for layout in layouts]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("examples", [24, 24 + 7, 2 * 24 + 23])
 @pytest.mark.parametrize("kind", ["arrays", "shuffled", "batches"])
@@ -258,6 +258,7 @@ def taken(batch, layout):
     return [[rows(micro, replica) for replica in own] for micro in range(layout.accumulate)]
 
 
+@pytest.mark.whole
 def test_a_worker_decodes_its_own_rows_only():
     decoded = []
 

@@ -83,6 +83,7 @@ def test_rows_of_a_file_that_begin_anywhere(tmp_path):
     np.testing.assert_array_equal(arrays.tensor(array) * 2, table()[1:, :255] * 2)
 
 
+@pytest.mark.whole
 def test_a_training_from_a_file_ends_as_from_memory(connect, tmp_path):
     x, y = table() / np.float32(100), np.arange(ROWS) % 3
     weights = []

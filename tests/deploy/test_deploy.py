@@ -220,6 +220,7 @@ def test_the_image_installs_sources_last_and_is_not_roots():
     assert tfdist.__version__ in next(words for _, op, words in images.steps() if op == "LABEL")
 
 
+@pytest.mark.whole
 def test_the_image_has_what_the_package_is_made_of(tmp_path):
     """Its steps that need no network, run in a folder with what is copied and .dockerignore lets through."""
     copied = [n for stage, op, words in images.steps() if (stage, op) == ("wheel", "COPY") for n in words.split()[:-1]]

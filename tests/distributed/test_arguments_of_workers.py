@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 SCRIPT = """
 import json, os, sys
 import keras
@@ -36,6 +38,7 @@ with open(f"{sys.argv[1]}/{rank}.json", "w") as file:
 """
 
 
+@pytest.mark.whole
 def test_other_arguments_of_a_worker_are_named(tmp_path, run):
     """Another order on each worker would count some rows twice and leave out others."""
     (tmp_path / "refusals.py").write_text(SCRIPT)

@@ -22,8 +22,8 @@ ENDED = {
 }  # fmt: skip
 
 
-LONG = ("forked", "measured", "on_batch")
-"""Scenes that take as long as all others, each of one test, which is `whole`."""
+LONG = ("forked", "measured", "on_batch", "stopped", "changed")
+"""Scenes of one test each, which is `whole`; so are those of a data set, but for one that is shuffled."""
 
 
 @pytest.fixture(scope="module", params=first(1, WORLDS))
@@ -94,7 +94,7 @@ def test_a_backup_of_the_chief_is_restored_on_all_workers(world, tmp_path):
     assert training_cases.distance(chief["weights"], training_cases.weights(model)) < 1e-6
 
 
-@pytest.mark.parametrize("name", first(1, UNSEEDED))
+@pytest.mark.parametrize("name", first(0, UNSEEDED))
 def test_a_shuffle_without_a_seed_is_refused(world, name):
     chief, other = scene(world, name)
     assert chief == other
@@ -119,9 +119,11 @@ def test_other_inputs_of_one_worker_are_refused(world, name):
     assert re.match(words, chief), chief
 
 
-def test_a_callback_of_one_worker_ends_on_all_what_it_ends_there(world, connect):
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["stopped"])
+def test_a_callback_of_one_worker_ends_on_all_what_it_ends_there(world, name, connect):
     """Also where that worker alone has a callback, and so wants every batch."""
-    chief, other = scene(world, "stopped")
+    chief, other = scene(world, name)
     assert (chief["batches"], other["batches"]) == ([3], [3, 3])
     x, y = (part[:36] for part in training_cases.images(120))
     model = callback_scenes.plain(connect(1))
@@ -169,14 +171,16 @@ def test_a_child_that_ends_by_sys_exit_ends_no_worker(world, name, request):
     assert scene(world, name) == [{"codes": 3, "epochs": [0, 1]}] * 2
 
 
-def test_what_one_worker_changes_alone_is_noticed_on_all(world):
-    chief, other = scene(world, "changed")
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["changed"])
+def test_what_one_worker_changes_alone_is_noticed_on_all(world, name):
+    chief, other = scene(world, name)
     assert chief == other
     assert re.search(r"after update 0: .*learning_rate differs on worker 1 \(\S*\) from worker 0", chief["optimizer"])
     assert re.search(r"before an evaluation: .*bias differs on worker 1 \(\S*\) from worker 0", chief["weights"])
 
 
-@pytest.mark.parametrize("name", first(1, ENDED))
+@pytest.mark.parametrize("name", first(0, ENDED))
 def test_data_that_ends_earlier_on_one_worker_is_named_on_all(world, name):
     chief, other = scene(world, name)
     assert chief == other

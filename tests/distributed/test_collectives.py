@@ -56,6 +56,7 @@ def test_a_swap_of_two_weights_is_noticed(connect):
         tfdist.fit(model, CASE.data(64), distribution=distribution, verbose=0)
 
 
+@pytest.mark.whole
 def test_optimizers_that_have_come_apart_are_noticed(connect):
     """A learning rate or a slot of one replica ends in other weights; a weight in a number that is a mixture."""
     distribution, (x, y) = connect(2), CASE.data(64)
@@ -91,7 +92,7 @@ class Changes(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize(
-    "moment, when", first(1, [("on_train_end", "at the end of fit"), ("on_epoch_end", "after the last update")])
+    "moment, when", first(0, [("on_train_end", "at the end of fit"), ("on_epoch_end", "after the last update")])
 )
 def test_a_weight_that_a_callback_changes_on_one_replica_is_noticed_at_the_end(connect, moment, when, tmp_path):
     model = training_cases.build(CASE, connect(2), "float32")

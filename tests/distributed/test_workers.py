@@ -15,9 +15,9 @@ NAMES = [
     "loss of loss objects", "bfloat16", "float16",
 ]  # fmt: skip
 
-SHORT = {"multi_worker 2": "batch norm, synchronized", "horovod 2": "weights averaged"}
+SHORT = {"multi_worker 2": "uneven tail"}
 """Worlds of `make test`, with a case for each; three processes, and two devices in each, take minutes to trace on two
-cores. The ring is that of `test_callbacks.py`."""
+cores. The ring is that of `test_callbacks.py`, and Horovod trains in `test_compare.py`."""
 
 SHRUNK = {"sums in float16": 1e-3, "sums in bfloat16": 1e-2}
 """Types in which sums may travel, and what that may change."""
@@ -94,6 +94,7 @@ def test_gradients_that_travel_in_half_the_bytes(name, world, workers_of, refere
     assert {worker[name][0].tobytes() for worker in workers} == {found[0].tobytes()}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("world, name", [("horovod 2", "own loop")])
 def test_gradients_that_a_script_applies_are_not_summed(name, world, workers_of):
     """Each rank has all of them: as Horovod's sum they stepped twice as far, without a word."""

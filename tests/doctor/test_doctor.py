@@ -78,6 +78,7 @@ def test_all_is_well(run, tmp_path, port):
     assert folder.exists()
 
 
+@pytest.mark.whole
 def test_gpus_that_tensorflow_does_not_see(run, driver, tmp_path, no_tensorflow):
     folder = driver(printing(FOUR.replace("90, 16000, 12000", "[N/A], 16000, 12000")))
     environ = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
@@ -116,6 +117,7 @@ def test_a_damaged_checkpoint(run, tmp_path, no_tensorflow):
     assert done.returncode == 2 and done.stdout.count("fix: none is left: copy one back, or start over with") == 2
 
 
+@pytest.mark.whole
 def test_folders_without_checkpoints(run, tmp_path, no_tensorflow):
     (tmp_path / "file").write_text("")
     (tmp_path / "odd").mkdir()
@@ -132,6 +134,7 @@ def test_folders_without_checkpoints(run, tmp_path, no_tensorflow):
     assert "is a file" in found(done)["disk"]["finding"] and done.returncode == 2
 
 
+@pytest.mark.whole
 def test_the_block_for_a_bug_report_names_nobody(run, tmp_path, no_tensorflow):
     home = tmp_path / "home" / "alice"
     folder = saved(home / "run", 10)
@@ -154,6 +157,7 @@ def left(mark):
     return network_hosts.marked(mark)
 
 
+@pytest.mark.whole
 def test_nothing_that_hangs_is_waited_for(run, driver, tmp_path, no_tensorflow):
     """Neither the driver nor TensorFlow ever answers."""
     folder, mark = driver("exec sleep 100000"), uuid.uuid4().hex

@@ -7,10 +7,9 @@ from programs.examples import EXAMPLES
 from programs.surface import program as programs
 from support import worlds
 
+pytestmark = pytest.mark.whole
 SEVERAL = "mirrored 2"
 IN_WORLDS = ("transfer learning, BatchNorm kept frozen", "several workers")
-SHORT = {"several workers": SEVERAL}
-"""What `make test` runs, where."""
 
 
 def cells():
@@ -18,8 +17,7 @@ def cells():
     for example in EXAMPLES:
         for rows, strategy in itertools.product(example.rows, (programs.ONE, SEVERAL)):
             if strategy == programs.ONE or not example.unlike_one:
-                marks = [] if rows == example.rows[0] and SHORT.get(example.name) == strategy else [pytest.mark.whole]
-                yield pytest.param(example, rows, strategy, id=f"{example}@{rows}-{strategy}", marks=marks)
+                yield pytest.param(example, rows, strategy, id=f"{example}@{rows}-{strategy}")
 
 
 @pytest.fixture(scope="module")

@@ -341,6 +341,7 @@ def test_what_differs_is_not_kept(tmp_path, monkeypatch):
     assert only_the_run(tmp_path)
 
 
+@pytest.mark.whole
 def test_a_row_of_zeros_is_checked(tmp_path):
     """LiteRT's norm of it has no epsilon, so that 0 / 0 is NaN where Keras gives 0."""
     inputs = keras.Input((4,))
@@ -393,6 +394,7 @@ def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch):
     assert seen == [True] and only_the_run(tmp_path)
 
 
+@pytest.mark.whole
 def test_an_earlier_export_is_replaced_as_a_whole(tmp_path, monkeypatch):
     asked, _ = run_of(tmp_path)
     monkeypatch.setattr(formats_lib, "_difference", lambda *_: 0.0)

@@ -242,6 +242,7 @@ def test_a_source_that_does_not_compile(site):
     assert not one.have("horovod") and not list(one.folder.glob("tfdist-horovod-*"))
 
 
+@pytest.mark.whole
 def test_a_build_that_does_not_load(site):
     one = site()
     one.release({"horovod/tensorflow/__init__.py": "raise ImportError('undefined symbol: _ZN3abc')\n"})
@@ -296,7 +297,7 @@ def bare(tmp_path_factory):
     return Site(folder, folder)
 
 
-@pytest.mark.parametrize("arguments, environ, message", MISSING)
+@pytest.mark.parametrize("arguments, environ, message", first(5, MISSING))
 def test_what_is_missing(arguments, environ, message, bare):
     assert message in one_line(bare.run(*arguments, **environ), 2)
 
@@ -319,7 +320,7 @@ def test_a_python_that_belongs_to_the_system(tmp_path, monkeypatch):
         workspace.find(wanted, {"PATH": os.environ["PATH"]})
 
 
-@pytest.mark.parametrize("number, code, said", first(1, ENDS))
+@pytest.mark.parametrize("number, code, said", first(0, ENDS))
 def test_a_signal_ends_the_compiler_too(number, code, said, site, tmp_path):
     one = site()
     one.release()

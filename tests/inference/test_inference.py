@@ -102,6 +102,7 @@ def test_every_strategy_finds_what_the_run_ended_with(world, after, trained, tfd
     np.testing.assert_allclose([float(r["probability"]) for r in rows], probabilities, rtol=1e-4)
 
 
+@pytest.mark.whole
 def test_a_file_of_keras_and_other_data(after, trained, tfds_dir):
     """The training split, and the file alone, whose own loss wants one-hot targets: as Keras measures it."""
     flags = ["--model=run/model.keras", "--config.data.eval_split=train[:100]", "--config.eval.batch_size=7"]
@@ -141,6 +142,7 @@ def copy(trained, tmp_path):
     return pathlib.Path(shutil.copytree(trained / "run", tmp_path / "copy"))
 
 
+@pytest.mark.whole
 def test_checkpoints_hold_what_the_run_would_have_ended_with(copy):
     """The last one has the averaged weights with which the run ended, bit for bit."""
     saved = keras.saving.load_model(copy / "model.keras").get_weights()
@@ -155,6 +157,7 @@ def test_checkpoints_hold_what_the_run_would_have_ended_with(copy):
     assert any((a != b).any() for a, b in zip(weights(copy, other.name)[1], saved, strict=True))
 
 
+@pytest.mark.whole
 def test_weights_reach_every_replica(copy, connect):
     experiment = trained_model.read_experiment(wanted(copy))
     distribution = connect(3)
@@ -242,13 +245,14 @@ SPOILT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("spoil, checkpoint, message", SPOILT, ids=[str(i) for i in range(len(SPOILT))])
+@pytest.mark.parametrize("spoil, checkpoint, message", first(8, SPOILT), ids=[str(i) for i in range(len(SPOILT))])
 def test_runs_that_cannot_be_used(spoil, checkpoint, message, copy):
     spoil(copy)
     with refused(re.escape(message)):
         weights(copy, checkpoint)
 
 
+@pytest.mark.whole
 def test_functions_that_have_changed_since_the_training_are_refused(run, tmp_path, monkeypatch):
     """The function's own file, and what that imports or reads: a constant, a module that is imported late, settings."""
     text = (
@@ -423,7 +427,7 @@ def test_data_that_the_model_was_not_trained_for(changes, message):
         compatibility.check_data(config.Experiment(), spec(**changes), spec())
 
 
-@pytest.mark.parametrize("cache", first(1, ["memory", "stream"]))
+@pytest.mark.parametrize("cache", first(0, ["memory", "stream"]))
 def test_fractions_for_a_classifier(cache, after, trained):
     """A loss would take 0.9 for class 0."""
     for end in "xy":
@@ -443,6 +447,7 @@ def test_a_table_with_other_statistics():
         compatibility.check_data(config.Experiment(), table(1.0), table(2.0))
 
 
+@pytest.mark.whole
 def test_new_rows_of_a_table(run, tmp_path, monkeypatch):
     """By the statistics of the training: predicted without a target, and measured with it."""
     from tfdist.data.spec import Column, Spec
@@ -708,7 +713,7 @@ def model(spec):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("number", first(0, [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_leaves_no_half_file(number, run, tmp_path, monkeypatch):
     """It comes while the fourth batch is computed."""
     (tmp_path / "slow.py").write_text(SLOW)

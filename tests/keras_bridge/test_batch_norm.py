@@ -87,6 +87,7 @@ def test_a_fit_agrees_with_keras():
     all_same(*ends, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.whole
 def test_a_micro_batch_without_rows_anywhere_leaves_the_averages(connect):
     """The last batch has one row and two micro-batches: on several replicas the second moved averages towards 0."""
     x = np.random.default_rng(1).normal(2, 3, (21, 4)).astype("float32")

@@ -13,6 +13,8 @@ from tfdist.errors import Interrupted
 from tfdist.keras_bridge import ema, keras_internals
 from tfdist.monitoring.recorder import fingerprint
 
+pytestmark = pytest.mark.whole
+
 EPOCHS = 4
 VALIDATION = training_cases.images(37)
 
@@ -34,8 +36,7 @@ def train(distribution, epochs=EPOCHS, made=None, **options):
     return made, tfdist.fit(made, *training_cases.images(109), check_agreement="off", **data, **options).history
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("replicas", [1, 3])
 def test_each_epoch_measures_what_a_training_that_ends_there_would(replicas, connect):
     distribution = connect(replicas)
     made, history = train(distribution)
@@ -51,7 +52,6 @@ def test_each_epoch_measures_what_a_training_that_ends_there_would(replicas, con
     assert (plain["loss"], fingerprint(raw)) == (history["loss"], fingerprint(made)), "measuring has changed something"
 
 
-@pytest.mark.whole
 def test_the_api_measures_what_keras_measures(connect):
     """Keras' fit validates the weights as they are, and its callback SwapEMAWeights the average; so does tfdist's."""
     case = next(c for c in training_cases.CASES if c.name == "weights averaged")
@@ -72,8 +72,7 @@ def test_the_api_measures_what_keras_measures(connect):
     np.testing.assert_allclose(ours(evaluate_ema=True)["val_loss"], swapped, rtol=1e-5)
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("replicas", [3, pytest.param(1, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("replicas", [3, 1])
 def test_they_are_exchanged_bit_for_bit_on_every_replica(replicas, connect):
     distribution = connect(replicas)
     made, _ = train(distribution, 1, evaluate_ema=False)
@@ -91,7 +90,6 @@ def test_they_are_exchanged_bit_for_bit_on_every_replica(replicas, connect):
         np.testing.assert_array_equal(copy.numpy(), kept)
 
 
-@pytest.mark.whole
 def test_stopped_within_a_validation_and_resumed(connect, tmp_path):
     whole = train(connect(1))
     for calls in range(6, 30, 3):
@@ -117,7 +115,6 @@ def test_without_a_single_update_there_is_no_average(connect):
     np.testing.assert_array_equal(made.trainable_variables[0], first)
 
 
-@pytest.mark.whole
 def test_a_run_is_measured_by_what_it_ends_with(run, tmp_path):
     flags = ["--config.model.name=mlp", "--config.train.epochs=2", "--config.optimizer.ema_momentum=0.99"]
     done = run("tfdist.train", *flags, "--config.optimizer.warmup=0%", "--workdir=out", "--notensorboard")

@@ -92,7 +92,7 @@ class Numbers(keras.callbacks.Callback):
             optimizer.learning_rate.assign(float(optimizer.learning_rate) / 2)
 
 
-@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("replicas", first(0, [2, 1]))
 def test_variables_are_numbers_as_in_keras(replicas, connect):
     ours, theirs = Numbers(), Numbers()
     with connect(replicas).scope():  # else they are plain variables
@@ -117,6 +117,7 @@ def test_a_callback_for_the_chief_alone_cannot_limit_calls(connect):
         fit(small(connect(1)), connect(1), callbacks=[OnChief()])
 
 
+@pytest.mark.whole
 def test_a_file_within_an_epoch_has_averaged_statistics(connect, tmp_path):
     """BatchNorm that is not synchronized has other statistics on each replica until they are averaged."""
     distribution = connect(2)
@@ -176,6 +177,7 @@ class Hooked(tfdist.Callback):
         self.told.append(f"rollback {update} {skipped}")
 
 
+@pytest.mark.whole
 def test_hooks_of_a_callback_are_called(connect, tmp_path):
     hooked = Hooked()
     checkpoints = tfdist.Checkpoints(tmp_path, every="4 steps")
@@ -196,6 +198,7 @@ def test_a_rollback_is_told_to_callbacks(connect, tmp_path):
     assert "rollback 2 [2, 3]" in hooked.told
 
 
+@pytest.mark.whole
 def test_hooks_are_those_of_the_base_class(connect):
     """A method of the same name on a plain Keras callback is its own affair."""
 
@@ -217,6 +220,7 @@ def stopped_after(calls):
     return lambda: next(left, "asked to")
 
 
+@pytest.mark.whole
 def test_a_callback_keeps_its_state_over_a_resume(connect, tmp_path):
     """With methods of its own, as attributes, as what is known of its Keras class, and without the base class."""
 
@@ -296,7 +300,7 @@ def test_initial_epoch_continues_the_order(connect):
     training_cases.all_same(whole.get_weights(), parts.get_weights())
 
 
-@pytest.mark.parametrize("steps_per_call", [2, *(pytest.param(n, marks=pytest.mark.whole) for n in (1, 100))])
+@pytest.mark.parametrize("steps_per_call", first(0, [2, 1, 100]))
 def test_updates_per_call_change_nothing(steps_per_call, connect):
     with contextlib.ExitStack() as stack:  # sums of float32 are often exact, whatever their order
         stack.callback(keras.config.set_floatx, keras.config.floatx())
@@ -341,7 +345,7 @@ class Noisy(keras.Model):
         return super().train_step((x + keras.random.normal(keras.ops.shape(x)), y))
 
 
-@pytest.mark.parametrize("where", ["layer", "shuffle", "step"])
+@pytest.mark.parametrize("where", first(1, ["layer", "shuffle", "step"]))
 def test_a_draw_without_a_seed_is_told_where_each_replica_would_make_a_generator(connect, where):
     """Keras' generator belongs to a thread, and each replica is traced in one of its own: a page of TensorFlow's."""
     draw = keras.random.shuffle if where == "shuffle" else lambda x: x + keras.random.normal(keras.ops.shape(x))
@@ -366,7 +370,7 @@ class Annealed(L.Layer):
         return x
 
 
-@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("replicas", first(0, [2, 1]))
 def test_building_a_model_is_no_call_of_it(connect, replicas):
     x, ended = np.random.default_rng(0).normal(size=(16, 4)), []
     keras.config.set_floatx("float64")
@@ -389,6 +393,7 @@ class Asking(L.Layer):
         return keras.ops.cast(keras.saving.get_registered_object("mine")(keras.ops.cast(x, kind)), x.dtype)
 
 
+@pytest.mark.whole
 def test_the_threads_of_replicas_have_the_settings_of_the_script(connect):
     """Keras keeps them for each thread: layers that asked computed in float32 on replicas, and nothing said so."""
     x, ended = np.random.default_rng(0).normal(size=(16, 4)), []
@@ -418,7 +423,7 @@ def test_a_model_that_is_not_compiled(connect):
         fit(training_cases.dense(), connect(1))
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("replicas", first(0, [1, 2]))
 def test_steps_per_execution_says_how_often_callbacks_are_called(replicas, connect):
     """Once for so many batches, and for what is left of an epoch; in an evaluation, too."""
     distribution, begun, ended = connect(replicas), [], []
@@ -451,7 +456,7 @@ class Looking(keras.layers.Layer):
         return inputs
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("replicas", first(0, [1, 2]))
 def test_a_model_that_runs_eagerly(replicas, connect):
     """Its Python code is run for each batch, on numbers, and trains as compiled."""
     distribution, weights = connect(replicas), {}
@@ -473,7 +478,7 @@ def test_a_model_that_runs_eagerly(replicas, connect):
     assert training_cases.distance(weights[True], weights[False]) < 1e-6
 
 
-@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("replicas", first(0, [2, 1]))
 def test_layers_see_the_batches_of_the_user_alone(replicas, connect):
     """As for Keras; what looks at shapes or checks the model before the training is undone."""
     x, y = training_cases.images(24)
@@ -601,7 +606,7 @@ def test_a_loss_that_reaches_no_weight(connect):
         fit(training_cases.compiled(model), connect(1))
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("replicas", first(0, [1, 2]))
 def test_a_model_without_trainable_weights(replicas, connect, said):
     """Keras warns, measures and goes on."""
     ours, theirs = small(connect(replicas)), small(connect(1))
@@ -616,6 +621,7 @@ def test_a_model_without_trainable_weights(replicas, connect, said):
     assert float(ours.optimizer.iterations.numpy()) == float(theirs.optimizer.iterations.numpy()) == 0
 
 
+@pytest.mark.whole
 def test_a_metric_that_returns_a_python_number(connect):
     def one(y_true, y_pred):
         return 1.0
@@ -688,7 +694,7 @@ def test_padding_in_float64_on_a_gpu_is_refused(connect):
 # -- precision --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", first(1, [keras.optimizers.SGD, keras.optimizers.RMSprop]))
+@pytest.mark.parametrize("optimizer", first(0, [keras.optimizers.SGD, keras.optimizers.RMSprop]))
 def test_an_overflow_on_any_replica_skips_the_update_on_all(optimizer, connect):
     """Facts K4: Keras looks at replica 0 only and wrote -inf into the weights of replica 1."""
     distribution = connect(2)
@@ -714,6 +720,7 @@ def test_an_overflow_on_any_replica_skips_the_update_on_all(optimizer, connect):
 # -- models -----------------------------------------------------------------
 
 
+@pytest.mark.whole
 def test_batch_norm_statistics_are_averaged(connect):
     """Facts K7: Keras saves those of replica 0."""
     distribution = connect(2)
@@ -726,6 +733,7 @@ def test_batch_norm_statistics_are_averaged(connect):
     assert model.layers[0].moving_mean.numpy() == pytest.approx([3.0])
 
 
+@pytest.mark.whole
 def test_compiling_anew_starts_anew(connect):
     model = small(connect(1), optimizer=keras.optimizers.SGD(0.1))
     fit(model, connect(1))
@@ -777,6 +785,7 @@ def test_backup_and_restore_goes_on_where_it_does_in_keras(tmp_path):
     assert history.epoch == expected.epoch == [2, 3]
 
 
+@pytest.mark.whole
 def test_arrays_of_another_float_are_cast_as_keras_does():
     """float64, NumPy's own type, would not multiply with a model's float32 constants."""
 
@@ -832,7 +841,7 @@ class Replicas(tfdist.Callback):
         self.seen = self.model.distribute_strategy.num_replicas_in_sync
 
 
-@pytest.mark.parametrize("measured", first(1, [False, True]))
+@pytest.mark.parametrize("measured", first(0, [False, True]))
 def test_the_connected_distribution_is_used_where_none_is_given(measured, said):
     """It trained on one of the devices that were connected, without a word."""
     x, y = np.random.default_rng(0).normal(size=(10, 4)).astype("float32"), np.ones((10, 1), "float32")

@@ -71,7 +71,7 @@ def test_workers_sum_all_that_metrics_have_counted_in_one_message(connect):
     tf.debugging.assert_equal(found[1]["top"], results(far)["top"])  # what was counted is still there
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("dtype", first(2, ["float16", "uint8", "float32", "int64"]))
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_accuracy_of_labels_of_every_type_is_that_of_keras(connect, replicas, dtype):
@@ -124,7 +124,7 @@ class OfTheFirst(keras.metrics.Mean):
         super().update_state(y_true[:, 0], sample_weight=keras.ops.cast(rows < 100, "float32"))
 
 
-@pytest.mark.parametrize("replicas", first(1, [2, 1]))
+@pytest.mark.parametrize("replicas", first(0, [2, 1]))
 @pytest.mark.parametrize("loss", first(1, [_drops_rows, _per_positive]))
 def test_losses_that_depend_on_rare_rows_are_those_of_keras(connect, replicas, loss):
     """None of the rows with which losses are tried is rare: a few of 200 are unlabelled, or positive."""
@@ -151,7 +151,7 @@ def test_losses_that_depend_on_rare_rows_are_those_of_keras(connect, replicas, l
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.whole), 2])
+@pytest.mark.parametrize("replicas", first(0, [1, 2]))
 def test_a_weight_of_an_example_weighs_all_its_values(connect, replicas):
     """With as many rows on a replica as columns, Keras' broadcast would lay the weights along the columns."""
     random = np.random.default_rng(0)
@@ -233,7 +233,7 @@ class Ever(keras.metrics.Metric):
 
 @pytest.mark.parametrize(
     "make",
-    first(1, [lambda: Ever(name="own"), *(lambda kind=k: FirstRows(kind, name="own") for k in (False, True))]),
+    first(0, [lambda: Ever(name="own"), *(lambda kind=k: FirstRows(kind, name="own") for k in (False, True))]),
     ids=["any", "rows", "sum"],
 )
 def test_a_metric_that_depends_on_what_it_has_counted(make, connect):
@@ -254,7 +254,7 @@ def test_a_metric_that_depends_on_what_it_has_counted(make, connect):
     assert {k: pytest.approx(v, rel=1e-4) for k, v in expected.items()} == found
 
 
-@pytest.mark.parametrize("batch", first(1, [15, 10]))
+@pytest.mark.parametrize("batch", first(0, [15, 10]))
 def test_weights_of_rows_beside_a_mask_of_steps(batch, connect):
     """On three replicas, a batch of 15 has as many rows on each as steps; Keras takes weights [n, 1] alone."""
     x = np.random.default_rng(2).normal(size=(30, 5, 4)).astype("float32")
@@ -280,6 +280,7 @@ def test_weights_of_rows_beside_a_mask_of_steps(batch, connect):
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.whole
 def test_weights_of_rows_beside_a_mask_of_rows(connect):
     x = np.random.default_rng(2).normal(size=(30, 4)).astype("float32")
     x[::3] = -9.0

@@ -53,7 +53,7 @@ REPLACED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("replaced", first(2, REPLACED), ids=" and ".join)
+@pytest.mark.parametrize("replaced", first(1, REPLACED), ids=" and ".join)
 def test_methods_set_on_an_object_or_patched_into_keras(connect, replaced):
     results = []
     for of, options in (keras.Model, {}), (tfdist, {"distribution": connect(2), "check_agreement": "off"}):
@@ -92,7 +92,7 @@ class BuildsLate(keras.Model):
 BY_THEMSELVES = [(Doubles, keras.Model), ("sgd", BuildsLate), ("sgd", TrainsTheLast)]
 
 
-@pytest.mark.parametrize("optimizer, kind", first(2, BY_THEMSELVES))
+@pytest.mark.parametrize("optimizer, kind", first(1, BY_THEMSELVES))
 def test_subclasses_that_update_by_themselves(connect, caplog, optimizer, kind):
     model, judge = (made(connect(replicas), optimizer, kind, ()) for replicas in (2, 1))
     np.testing.assert_allclose(fit(model, connect(2))["loss"], judge.fit(*data(), **FIT).history["loss"], rtol=1e-5)
@@ -130,15 +130,15 @@ class Logs(keras.Model):
 
 @pytest.mark.parametrize(
     "optimizer, model, words",
-    [
+    first(3, [
         (Ends, keras.Model, "^optimizer Ends has its own finalize_variable_values, which tfdist does not call: leave"),
         (Ends, Logs, "^optimizer Ends has its own finalize_variable_values, which tfdist does not call: leave it out"),
         (Scales, keras.Model, "^optimizer Scales has its own scale_loss, which tfdist does not call: leave it out"),
         ("sgd", KeepsMetrics, "^KeepsMetrics has its own reset_metrics, which tfdist does not call: leave it out"),
         (replaced, Logs, "^Logs has its own compute_metrics, and apply of optimizer 'sgd.*' is replaced: override"),
         ("sgd", MakesItsOwn, "^MakesItsOwn has its own make_train_function, which tfdist does not call: leave it out"),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_what_would_not_be_called_is_refused(connect, optimizer, model, words):
     with pytest.raises(tfdist.UserError, match=words):
         fit(made(connect(1), optimizer, model), connect(1))
@@ -156,7 +156,7 @@ class LogsTwice(keras.Model):
         return {**logs, "twice": 2.0 * logs["loss"]}
 
 
-@pytest.mark.parametrize("kind, name", first(1, [(AddsUp, "sum"), (LogsTwice, "twice")]))
+@pytest.mark.parametrize("kind, name", first(0, [(AddsUp, "sum"), (LogsTwice, "twice")]))
 def test_logs_that_are_computed_from_metrics(connect, kind, name):
     """On several replicas each would compute them from its own part of a metric: 2.82 and not 2.98 in one example."""
     history = fit(made(connect(1), model=kind), connect(1))
@@ -171,6 +171,7 @@ def test_logs_that_are_computed_from_metrics(connect, kind, name):
         fit(made(connect(2), model=kind), connect(2))
 
 
+@pytest.mark.whole
 def test_weights_frozen_between_two_trainings(connect):
     """Keras goes on to train them, until the model is compiled again."""
     model = made(connect(1))
@@ -220,7 +221,7 @@ class DecoratedWithin(keras.Model):
         return {"loss": self.update(*data)}
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("replicas", first(0, [1, 2]))
 def test_a_step_that_is_a_tf_function(connect, replicas):
     model = made(connect(replicas), model=Decorated, metrics=())
     history = fit(model, connect(replicas))
@@ -278,6 +279,7 @@ class OutsideOfTheTape(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.whole
 def test_a_loss_outside_of_the_tape_is_told_as_by_keras(connect):
     """Of nothing TensorFlow cannot make a sum over replicas, which it did not say."""
     with pytest.raises(ValueError, match="No gradients provided for any variable"):

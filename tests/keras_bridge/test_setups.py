@@ -31,6 +31,7 @@ class Looks:
         return lambda *args, **kwargs: None
 
 
+@pytest.mark.whole
 def test_every_part_of_a_model_can_be_told(monkeypatch, tmp_path):
     """Of an Embedding nothing was known, as of all with an argument `weights`."""
     told = setups.text

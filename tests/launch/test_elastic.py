@@ -129,6 +129,7 @@ def test_node_0_that_is_asked_to_stop_stops_all(node):
     assert zero.said("[0] ")[1:] == one.said("[1] ")[1:] == ["saved"]
 
 
+@pytest.mark.whole
 def test_too_few_are_left_and_nobody_comes(node, pair):
     zero, one = pair("hold", nnodes="2:3", flags=["--rejoin_timeout=1"], leads=["--join_timeout=0"])
     zero.until("waiting for 1 more node of at least 2 at 127.0.0.1:")
@@ -167,6 +168,7 @@ def test_a_failure_of_the_program_is_none_of_the_membership(node):
     assert "root cause: rank " in zero.err[0] and not any("is lost" in line for line in zero.err + one.err)
 
 
+@pytest.mark.whole
 def test_one_that_finds_no_place_waits_for_one(node, pair):
     program = ["hold", "hold", "end"]
     zero, one = pair(*program)
@@ -185,6 +187,7 @@ def test_one_that_finds_no_place_waits_for_one(node, pair):
     assert zero.said("[0] ")[-1] == place(2, 0, 1, 0)
 
 
+@pytest.mark.whole
 def test_several_that_come_join_at_once(node):
     program = ["hold", "rounds"]
     flags = ["--join_timeout=0", "--scale_wait=1000"]
@@ -491,16 +494,10 @@ def test_a_failure_is_told_though_another_node_is_lost_meanwhile():
     assert end["text"] == "rank 1 (on h, process 1) ended with exit code 3"
 
 
-@pytest.mark.parametrize(
-    "story, may",
-    [
-        ([exited(0, 3)], True),
-        ([exited(0, 2)], False),
-        ([exited(0, 0), exited(1, 0), exited(2, 0)], False),
-        ([signalled(0), exited(0, 3)], False),
-        ([lost(1)], True),
-    ],
-)
+@pytest.mark.parametrize("story, may", [
+    ([exited(0, 3)], True), ([exited(0, 2)], False), ([exited(0, 0), exited(1, 0), exited(2, 0)], False),
+    ([signalled(0), exited(0, 3)], False), ([lost(1)], True),
+])  # fmt: skip
 def test_whether_a_restart_may_help(story, may):
     assert heard(*story).may_restart == may
     stuck = heard(*story)

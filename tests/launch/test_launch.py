@@ -37,37 +37,23 @@ TWO = ("--nproc_per_node=2", "--")
 ACT = (*TWO, "actor.py")
 
 
-@pytest.mark.parametrize(
-    "arguments, code",
-    [
-        (["*=say:done"], 0),
-        (["0=say:done", "1=exit:3"], 3),
-        (["0=hold", "1=exit:3"], 3),
-        (["0=hold", "1=exit:2"], 2),
-        (["0=hold", "1=raise:broken"], 1),
-        (["0=hold", "1=kill:SIGKILL"], 137),
-        (["0=kill:SIGSEGV", "1=hold"], 139),
-        (["0=hold", "1=kill:SIGTERM"], 143),
-        (["*=exit:143"], 143),  # all have stopped in order
-        (["0=exit:0", "1=say:still here"], 0),
-    ],
-    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
-)
+@pytest.mark.parametrize("arguments, code", first(6, [
+    (["*=say:done"], 0), (["0=say:done", "1=exit:3"], 3), (["0=hold", "1=exit:3"], 3), (["0=hold", "1=exit:2"], 2),
+    (["0=hold", "1=raise:broken"], 1), (["0=hold", "1=kill:SIGKILL"], 137), (["0=kill:SIGSEGV", "1=hold"], 139),
+    (["0=hold", "1=kill:SIGTERM"], 143), (["*=exit:143"], 143), (["0=exit:0", "1=say:still here"], 0),
+]), ids=lambda v: " ".join(v) if isinstance(v, list) else "")  # fmt: skip
 def test_exit_codes(arguments, code, launch):  # noqa: F811
     launcher = launch(*ACT, *arguments)
     assert launcher.end() == code
     causes = [line for line in launcher.err if "root cause" in line]
-    assert len(causes) == (code != 0 and arguments != ["*=exit:143"])
+    assert len(causes) == (code != 0 and arguments != ["*=exit:143"])  # where all have stopped in order
 
 
-@pytest.mark.parametrize(
-    "step, how",
-    [
-        ("exit:7", "ended with exit code 7"),
-        ("kill:SIGKILL", "was killed by SIGKILL, perhaps by the system for lack of memory"),
-        ("kill:SIGABRT", "was killed by SIGABRT"),
-    ],
-)
+@pytest.mark.parametrize("step, how", [
+    ("exit:7", "ended with exit code 7"),
+    ("kill:SIGKILL", "was killed by SIGKILL, perhaps by the system for lack of memory"),
+    ("kill:SIGABRT", "was killed by SIGABRT"),
+])  # fmt: skip
 def test_the_root_cause_has_rank_reason_and_last_lines(step, how, launch):  # noqa: F811
     launcher = launch(*ACT, "0=hold", f"1=count:30;err:that was it;{step}")
     launcher.end()
@@ -88,6 +74,7 @@ def test_a_traceback_is_not_pushed_out_by_what_was_printed(launch):  # noqa: F81
     assert launcher.err[-2:] == ["tfdist:   Traceback (most recent call last):", "tfdist:   RuntimeError: the reason"]
 
 
+@pytest.mark.whole
 def test_who_only_lost_another_is_not_the_root_cause(launch, tmp_path):  # noqa: F811
     pipes(tmp_path, "f")
     complains = "open:f;lost:1 (h), which ended;exit:1"
@@ -107,6 +94,7 @@ def test_who_only_lost_another_is_not_the_root_cause(launch, tmp_path):  # noqa:
     assert launcher.end() == 0
 
 
+@pytest.mark.whole
 def test_a_worker_that_never_comes_is_the_cause(launch, tmp_path):  # noqa: F811
     """Rank 1 of the real meeting, which waits elsewhere."""
     (tmp_path / "meets.py").write_text(
@@ -387,16 +375,11 @@ def test_gpus_are_divided(nproc, environ, parts, launch, four_gpus):  # noqa: F8
     assert launcher.said(f"[{len(parts)}] ") == []
 
 
-@pytest.mark.parametrize(
-    "flags, visible, devices",
-    first(2, [
-        (["--devices=idle:2"], ["0", "1"], ["--devices=all"]),
-        ([], ["0,1", "2,3"], []),
-        (["--devices=3,1"], ["3", "1"], ["--devices=all"]),
-        (["--devices=none"], [None, None], []),
-        (["--virtual_devices=2"], [None, None], []),
-    ]),
-)  # fmt: skip
+@pytest.mark.parametrize("flags, visible, devices", first(2, [
+    (["--devices=idle:2"], ["0", "1"], ["--devices=all"]), ([], ["0,1", "2,3"], []),
+    (["--devices=3,1"], ["3", "1"], ["--devices=all"]), (["--devices=none"], [None, None], []),
+    (["--virtual_devices=2"], [None, None], []),
+]))  # fmt: skip
 def test_devices_among_the_train_flags_are_divided(flags, visible, devices, launch, four_gpus):  # noqa: F811
     lines = dry(launch, "--nproc_per_node=2", "--dry_run", "--", *flags)
     assert [environ.get("CUDA_VISIBLE_DEVICES") for environ, _ in lines] == visible
@@ -670,6 +653,7 @@ def rival(path):
     folder.release()
 
 
+@pytest.mark.whole
 def test_the_run_folder_is_held_between_two_rounds(writer, tmp_path):
     """Each round's chief sets aside what the one before has left, as --resume=never does, and the lock stays."""
     launcher = writer("--max_restarts=2", "--", "writer.py", "kill", "3", "0")

@@ -133,6 +133,7 @@ def test_a_lost_node_may_come_back_for_a_restart(killed, told, both):
     assert (started[1 - killed].end(), back.end()) == (0, 0), started[1 - killed].err + back.err
 
 
+@pytest.mark.whole
 def test_a_lost_node_that_does_not_come_back(both):
     zero, one, _ = both(0, "--max_restarts=1", "--start_timeout=3")
     one.signal(signal.SIGKILL)
@@ -162,6 +163,7 @@ def test_a_node_that_never_comes(node):
     ]
 
 
+@pytest.mark.whole
 def test_several_nodes_that_never_come_and_one_that_waits_with_node_0(node):
     zero = node(0, "actor.py", flags=["--start_timeout=4"], nnodes=4)
     two = node(2, "actor.py", nnodes=4)
@@ -278,6 +280,7 @@ def hello(node, *program):
     return dict(kind="node", rank=node, facts=facts, host="elsewhere", pid=1, address="", nproc=1)
 
 
+@pytest.mark.whole
 def test_node_0_beats(node):
     """While nothing happens the others must hear that it lives; the test stands in for node 1."""
     zero = node(0, "actor.py", "*=env:WORLD_SIZE")

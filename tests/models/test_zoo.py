@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from support import processes, training_cases, worlds, zoo_cases
+from support.covering import first
 
 from tfdist import config
 from tfdist.config import validation
@@ -20,7 +21,6 @@ from tfdist.models.zoo import small, vision
 
 TOLERANCE = 1e-6
 IN_WORLDS = ["cnn", "alexnet", "resnet_cifar", "vit", "gpt", "table_mlp"]
-SHORT = ["cnn"]  # what `make test` trains on two replicas
 IMAGES = zoo_cases.images(16, 3)
 TOKENS = zoo_cases.tokens(10)
 
@@ -39,7 +39,7 @@ def assert_agrees(got, expected, tolerance=TOLERANCE):
     assert np.linalg.norm(got[0] - expected[0]) < 100 * tolerance * expected[2]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n not in SHORT)) for n in zoo_cases.OWN])
+@pytest.mark.parametrize("name", first(0, zoo_cases.OWN))
 def test_mirrored_agrees_with_one_device(name, reference, connect):
     case = zoo_cases.OWN[name]
     assert_agrees(zoo_cases.outcome(case, connect(2)), reference(case))
@@ -108,7 +108,7 @@ def test_saved_models_need_no_tfdist(tmp_path):
     in_plain_keras(paths, tmp_path)
 
 
-@pytest.mark.parametrize("name", zoo_cases.OWN)
+@pytest.mark.parametrize("name", first(4, zoo_cases.OWN))
 def test_logits_have_full_precision(name):
     case = zoo_cases.OWN[name]
     for train, wanted in (("mixed_bfloat16", "float32"), ("float64", "float64")):

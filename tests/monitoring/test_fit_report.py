@@ -83,6 +83,7 @@ def test_a_call_goes_on_where_its_checkpoint_is(connect, tmp_path):
         np.testing.assert_allclose(call["history"]["loss"], history["loss"], rtol=1e-6)
 
 
+@pytest.mark.whole
 def test_thousands_of_calls_take_no_more_room(connect, tmp_path, monkeypatch):
     monkeypatch.setattr(fit_report, "LISTED", 40)
     model, _ = trained(connect(1), [], [1])

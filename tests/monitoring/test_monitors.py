@@ -63,7 +63,7 @@ def data(n):
     return rng.normal(size=(n, 8)).astype("float32"), rng.integers(0, 3, n).astype("int32")
 
 
-@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("replicas", first(0, [2, 1]))
 def test_waiting_for_input_is_told_from_computing(replicas, connect):
     """A pipeline that takes its time, against the same data in memory."""
     distribution, found = connect(replicas), {}

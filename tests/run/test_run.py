@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from support.covering import first
 
 REPOSITORY = pathlib.Path(__file__).parent.parent.parent
 
@@ -148,11 +149,11 @@ def test_ends_as_the_script_does(program, code, stdout, stderr, script, tmp_path
     assert "tfdist/run" not in done.stderr and "absl/app.py" not in done.stderr.partition("neither")[0]
 
 
-@pytest.mark.parametrize("code, status, calls", [
+@pytest.mark.parametrize("code, status, calls", first(1, [
     ("m.evaluate(x, x, verbose=0)", "completed", []),
     ("m.fit(x, x, verbose=0); m.fit(x, x, epochs=2, callbacks=[l(on_epoch_end=lambda *a: 1 / 0)])", "failed",
      [("completed", 1, 1), ("failed", 0, 1)]),
-])  # fmt: skip
+]))  # fmt: skip
 def test_the_report_of_a_script_that_only_evaluates_or_fails(code, status, calls, script, tmp_path):
     text = "import keras, numpy\nm, x, l = keras.Sequential([keras.layers.Dense(2)]), numpy.ones((3, 2)), "
     (tmp_path / "own.py").write_text(f"{text}keras.callbacks.LambdaCallback\nm.compile('sgd', 'mse')\n{code}\n")
@@ -161,7 +162,7 @@ def test_the_report_of_a_script_that_only_evaluates_or_fails(code, status, calls
     assert reported(tmp_path / "kept") == (status, calls)
 
 
-@pytest.mark.parametrize("arguments, message", [
+@pytest.mark.parametrize("arguments, message", first(3, [
     (["trian.py"], "there is no script 'trian.py': did you mean 'train.py'?"),
     (["-m", "trian"], "-m trian cannot be run: No module named trian: name a module that Python finds"),
     (["--strateg=default", "train.py"], "unknown flag --strateg: did you mean --strategy=default?"),
@@ -172,7 +173,7 @@ def test_the_report_of_a_script_that_only_evaluates_or_fails(code, status, calls
     (["--nnodes=1:2", "train.py"], "whenever a machine comes or leaves: give --workdir to continue"),
     (["--resume=require", "--workdir=new", "train.py"], "--resume=require, and new holds no call of fit: check"),
     (["--workdir=s3://bucket/run", "train.py"], "is a bucket, which keeps no calls of fit"),
-])  # fmt: skip
+]))  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_line(arguments, message, script):
     done = script(*arguments, program=())
     assert done.returncode == 2 and message in done.stderr.splitlines()[-1], done.stderr
@@ -672,6 +673,7 @@ model.fit(np.ones((32, 4)), np.ones((32, 1)), batch_size=8, verbose=0)
     assert "another creates another variable: run the same script with the same arguments" in done.stderr
 
 
+@pytest.mark.whole
 def test_a_metric_that_never_resets_is_named_by_all_workers(script, tmp_path):
     """Each decided by itself whether its copy was suspect, and one summed other rows than the other."""
     (tmp_path / "total.py").write_text("""

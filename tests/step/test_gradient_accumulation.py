@@ -49,7 +49,7 @@ def train(by, made, **options):
 
 @pytest.mark.parametrize("kind", first(1, [keras.Model, OwnStep]))
 @pytest.mark.parametrize("replicas", first(1, [2, 1, 3]))
-@pytest.mark.parametrize("optimizer", first(2, OPTIMIZERS))
+@pytest.mark.parametrize("optimizer", first(1, OPTIMIZERS))
 def test_agrees_with_keras(optimizer, replicas, kind, connect):
     judge = model(connect(1), optimizer, kind)
     judge.run_eagerly = True
@@ -60,7 +60,7 @@ def test_agrees_with_keras(optimizer, replicas, kind, connect):
         np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-4, atol=1e-6, err_msg=b.path)
 
 
-@pytest.mark.parametrize("optimizer, virtual_replicas", first(1, [("of Keras, scaled", 0), ("fused", 4)]))
+@pytest.mark.parametrize("optimizer, virtual_replicas", first(0, [("of Keras, scaled", 0), ("fused", 4)]))
 def test_resumes_within_an_accumulation(optimizer, virtual_replicas, connect, tmp_path):
     distribution = connect(2)
     options = {"distribution": distribution, "check_agreement": "off", "steps_per_call": 1}

@@ -382,6 +382,7 @@ def smoothed(connect, replicas, shards):
     return tfdist.fit(model, X, Y, shuffle=False, **given).history["smoothed"]
 
 
+@pytest.mark.whole
 def test_metrics_that_begin_with_other_than_zero(connect):
     """Each replica had a part of that: those of an integer 1 are 0."""
     keras.utils.set_random_seed(1)

@@ -72,6 +72,7 @@ def test_data_sets_of_batches(static, connect):
     training_cases.assert_agrees(outcome(static(3)), outcome(connect(1)), 1e-12)
 
 
+@pytest.mark.whole
 def test_shapes_that_change_are_refused(static):
     case = next(c for c in training_cases.CASES if c.name == "masked sequences")
     model = training_cases.build(case, static(2), "float32")
@@ -83,6 +84,7 @@ def test_shapes_that_change_are_refused(static):
         tfdist.fit(model, data, distribution=static(2), verbose=0, check_agreement="off")
 
 
+@pytest.mark.whole
 def test_the_check_of_one_and_all_replicas(static, said):
     case = next(c for c in training_cases.CASES if c.name == "even")
     model = training_cases.build(case, static(3), "float32")

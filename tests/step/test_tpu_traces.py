@@ -113,6 +113,7 @@ def test_measuring_and_predicting_are_traced_for_a_tpu(kind, cores):
         assert traced.ops()["CrossReplicaSum"] == (1 if kind == "test" else 0)
 
 
+@pytest.mark.whole
 def test_what_else_runs_in_replicas_is_traced_for_a_tpu(cores):
     """The comparison of replicas, the reset of metrics, and the check of 1 and 4 replicas."""
     case = next(c for c in training_cases.CASES if c.name == "metrics built late")

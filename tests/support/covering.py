@@ -1,7 +1,7 @@
 """`@pytest.mark.covering(strength)`: a part of a table of cases in `make test`, all of it in `make test-all`.
 
 Of the cells of one test, those stay that a covering array of that strength needs: with 1 each value of each parameter
-occurs, with 2 each pair of values of two parameters does. The others are marked `whole`.
+occurs, with 2 each pair of values of two parameters does, and 0 takes one cell. The others are marked `whole`.
 """
 
 import itertools
@@ -22,7 +22,7 @@ def mark_the_rest(items):
 
 
 def first(count, cells):
-    """The first cells of a list are of `make test`, the others are marked `whole`."""
+    """The first cells of a list are of `make test`, if any; the others are marked `whole`."""
     whole = lambda i: [pytest.mark.whole] * (i >= count)
     return [pytest.param(*(c if isinstance(c, tuple) else (c,)), marks=whole(i)) for i, c in enumerate(cells)]
 

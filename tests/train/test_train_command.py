@@ -84,6 +84,7 @@ def test_the_run_folder_and_what_is_printed(run, tmp_path):
     assert result(tmp_path / "runs" / "mine.1") == r
 
 
+@pytest.mark.whole
 def test_a_resume_on_a_renamed_table_is_refused_and_writes_nothing(run, tmp_path):
     """Predictions got the new names, and rows in the old words others."""
     rows = "a,town,y\n" + "".join(f"{i % 9},{'uvw'[i % 3]},{('cat', 'dog')[i % 2]}\n" for i in range(99))
@@ -104,6 +105,7 @@ def test_a_resume_on_a_renamed_table_is_refused_and_writes_nothing(run, tmp_path
     assert (tmp_path / "w" / "data.json").read_bytes() == described
 
 
+@pytest.mark.whole
 def test_flagfiles_hold_environment_flags_only(run):
     for file in (REPOSITORY / "flags").glob("*.flags"):
         names = [line.split("=")[0] for line in file.read_text().splitlines() if line.startswith("--")]
@@ -158,13 +160,7 @@ def test_stream_and_memory_hold_the_same_data(run, tmp_path):
 
 
 @pytest.mark.parametrize("text, updates", [
-    ("7", 7),
-    ("7 steps", 7),
-    ("1 step", 1),
-    ("2 epochs", 60),
-    ("0.5 epoch", 15),
-    ("480 examples", 10),
-    ("5%", 15),
+    ("7", 7), ("7 steps", 7), ("1 step", 1), ("2 epochs", 60), ("0.5 epoch", 15), ("480 examples", 10), ("5%", 15),
     ("0%", 0),
 ])  # fmt: skip
 def test_durations(text, updates):

@@ -19,14 +19,14 @@ def reference(connect):
 
 
 SHORT = [("", 2), ("float64", 3), ("", 3), ("float64", 2)]
-"""What `make test` runs of every twelfth case, in turn: its own precision ("") or float64, on so many replicas."""
+"""What `make test` runs of every 24th case, in turn: its own precision ("") or float64, on so many replicas."""
 
 
 def rows():
     """Yields each case in each precision on 2, 3, 4 and 8 replicas: one row for `make test`, all for `test-all`."""
     for turn, case in enumerate(training_cases.CASES):
-        own, (precision, replicas) = case.precision, SHORT[turn // 12 % len(SHORT)]
-        in_turn = turn % 12 == 0 and case.name != "metrics built late"  # whose tracing takes a minute
+        own, (precision, replicas) = case.precision, SHORT[turn // 24 % len(SHORT)]
+        in_turn = turn % 24 == 0 and case.name != "metrics built late"  # whose tracing takes a minute
         short = {((case.double and precision) or own, replicas)} if in_turn else set()
         for precision in [own, "float64"] if case.double else [own]:
             # In float64 rounding hides nothing, so two numbers of replicas are proof enough.
@@ -48,7 +48,7 @@ def test_mirrored_agrees_with_one_device(case, precision, replicas, reference, c
     "case",
     # Every fourteenth case in `make test`.
     [
-        pytest.param(c, id=str(c), marks=[pytest.mark.whole] * (i % 14 != 4))
+        pytest.param(c, id=str(c), marks=[pytest.mark.whole] * (i % 21 != 4))
         for i, c in enumerate(c for c in training_cases.CASES if c.keras)
     ],
 )

@@ -335,6 +335,7 @@ def test_code_of_the_user_s_is_traced_once_as_in_keras(kind, replicas, patched):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.whole
 def test_the_latest_connection_is_patched_in(monkeypatch, connect, said):
     try:
         tfdist.patch_keras(connect(2))

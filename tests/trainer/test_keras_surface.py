@@ -20,11 +20,11 @@ def cells():
     """Yields each program under each strategy, on one device and on two replicas with each number of rows.
 
     Elsewhere a number that leaves a shorter last batch is enough, since it has whole batches, too. `make test` has one
-    cell of every twentieth program, on one device, two replicas or three; some on workers are in `test_workers.py`.
+    cell of every 34th program, on one device, two replicas or three; some on workers are in `test_workers.py`.
     """
     for turn, program in enumerate(surface.PROGRAMS):
         strategies = [programs.ONE] if program.unlike_one else programs.STRATEGIES
-        group, rest = divmod(turn, 20)
+        group, rest = divmod(turn, 34)
         short = program.name not in TWINS and strategies[group % min(3, len(strategies))]
         uneven = [rows for rows in program.rows if rows % program.batch] or program.rows
         for strategy in strategies:

@@ -133,7 +133,7 @@ class Stop(keras.callbacks.Callback):
         self.model.stop_predicting = batch == 2
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("replicas", first(0, [1, 2]))
 def test_callbacks_end_an_evaluation_and_a_prediction(replicas, connect):
     """Of data without an end, too."""
     model, plain = made(connect(replicas)), made(connect(1))
@@ -528,7 +528,7 @@ class OwnStep(keras.Sequential):
         return super().train_step(data)
 
 
-@pytest.mark.parametrize("kind", ["a sequence", "a generator without end"])
+@pytest.mark.parametrize("kind", first(1, ["a sequence", "a generator without end"]))
 def test_models_with_their_own_step_read_python_batches(kind, connect):
     def model():
         keras.utils.set_random_seed(1)

@@ -55,7 +55,7 @@ def test_of_two_it_cannot_be_told(connect):
         fit(connect, 2, Broken(0, 0))
 
 
-@pytest.mark.parametrize("replicas", first(1, [2, 1, 3]))
+@pytest.mark.parametrize("replicas", first(0, [2, 1, 3]))
 def test_no_false_alarm_and_the_same_bits(connect, replicas, monkeypatch):
     made, digests = [], replica_sync_check._digests
     monkeypatch.setattr(replica_sync_check, "_digests", lambda result: made.append(digests(result)) or made[-1])

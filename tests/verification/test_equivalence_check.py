@@ -102,6 +102,7 @@ class ScalesByAGlobal(L.Layer):
         return FACTOR * x if FACTOR < 1 else x - keras.ops.mean(x, 0)
 
 
+@pytest.mark.whole
 def test_code_of_the_users_own_is_checked_each_time(connect, capsys, monkeypatch):
     """What it reads as a global, from a file or from the data could change, and a model that passed then did not."""
     for _ in range(2):
@@ -179,6 +180,7 @@ def test_micro_batches_that_change_nothing_pass(connect, capsys):
     training_cases.all_same(by_tfdist[:2], judge[:2], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.whole
 def test_micro_batches_normalize_by_themselves(connect, capsys):
     """As docs/sameness.md says; the rest of the model is checked, and that replicas agree on whole batches."""
     trained(connect, lambda: L.BatchNormalization(synchronized=True), replicas=2, accumulate=2)
@@ -187,6 +189,7 @@ def test_micro_batches_normalize_by_themselves(connect, capsys):
     assert "checked: a batch and its 2 micro-batches agree on this model" in said
 
 
+@pytest.mark.whole
 def test_nothing_of_a_check_stays_in_the_model(connect):
     layers = [lambda: L.Dropout(0.3), lambda: L.BatchNormalization(synchronized=True)]
     for a, b in zip(
@@ -285,7 +288,7 @@ class Annealed(keras.losses.Loss):
         return self.batches.assign_add(1.0) * keras.ops.mean(keras.ops.square(y - outputs), -1)
 
 
-@pytest.mark.parametrize("replicas", first(1, [2, 1]))
+@pytest.mark.parametrize("replicas", first(0, [2, 1]))
 def test_a_loss_counts_the_batches_of_the_training_alone(connect, replicas):
     with connect(replicas).scope():
         loss = Annealed()
@@ -431,7 +434,7 @@ class Inference(L.Layer):
         return self.inner(x, training=False)
 
 
-@pytest.mark.parametrize("inference", first(1, [False, True]))
+@pytest.mark.parametrize("inference", first(0, [False, True]))
 def test_batch_norm_is_refused_by_structure_where_numbers_cannot_tell(connect, capsys, inference):
     """A layer that is called with training=False keeps its statistics and is let pass."""
 
@@ -448,6 +451,7 @@ def test_batch_norm_is_refused_by_structure_where_numbers_cannot_tell(connect, c
     fitted(connect, make, replicas=1)
 
 
+@pytest.mark.whole
 def test_synchronized_batch_norm_of_a_nested_model_keeps_its_weights(connect):
     """And is as plain Keras on one device, also if it was trained before it was synchronized."""
     x, y = np.random.default_rng(1).normal(size=(32, 4, 4, 3)).astype("float32"), np.arange(32) % 4
@@ -584,7 +588,7 @@ def test_a_layer_with_a_seed_of_its_own_passes(connect, capsys):
     assert "checked: 1 and 2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", first(1, ["fit", "stream", "predict"]))
+@pytest.mark.parametrize("kind", first(0, ["fit", "stream", "predict"]))
 def test_blank_rows_and_zero_weights_show_nothing_and_are_not_remembered(connect, kind):
     distribution, (x, y) = connect(2), data()
     with distribution.scope():
@@ -613,6 +617,7 @@ def test_what_noise_would_spoil_is_checked_as_it_is(connect, capsys):
     assert "checked: 1 and 2 replicas agree" in capsys.readouterr().out
 
 
+@pytest.mark.whole
 def test_blank_whole_numbers_are_checked_until_some_differ(connect):
     x, y = np.random.default_rng(0).integers(1, 9, (48, 4)), np.random.default_rng(1).normal(size=(48, 1))
     x[:12] = 0

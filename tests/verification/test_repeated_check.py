@@ -161,6 +161,7 @@ def test_a_count_in_python_that_runs_eagerly(connect):
     assert models[0].layers[0].calls <= before + 3  # those that build and classify
 
 
+@pytest.mark.whole
 def test_a_check_that_is_repeated_changes_nothing_and_keeps_no_model(connect):
     ended = {}
     for choice in ("off", "auto"):

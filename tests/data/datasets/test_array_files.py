@@ -87,17 +87,10 @@ def test_weights_that_are_none(weight, told, shape, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "y, options, classes, dtype",
-    [
-        (Y[:, 0], "", 4, "int32"),
-        (Y[:, 0], "classes=7", 7, "int32"),
-        (Y[:, 0], "classify=False", None, "float32"),
-        (Y[:, 0] > 1, "", 2, "int32"),
-        (X[:, 0, 0] / 3, "", None, "float32"),
-        (X[:, 0] / 3, "", None, "float32"),
-    ],
-)
+@pytest.mark.parametrize("y, options, classes, dtype", [
+    (Y[:, 0], "", 4, "int32"), (Y[:, 0], "classes=7", 7, "int32"), (Y[:, 0], "classify=False", None, "float32"),
+    (Y[:, 0] > 1, "", 2, "int32"), (X[:, 0, 0] / 3, "", None, "float32"), (X[:, 0] / 3, "", None, "float32"),
+])  # fmt: skip
 def test_what_is_a_class(y, options, classes, dtype, tmp_path):
     data = tfdist.load_data(npz(tmp_path / "a.npz", x=X, y=y), options=options, **FLAT)
     assert (data.spec.classes, data.train.columns[1].dtype) == (classes, dtype)

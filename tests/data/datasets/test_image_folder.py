@@ -296,6 +296,7 @@ def test_large_jpegs_are_shrunk_while_they_are_decoded(policy, tmp_path):
         assert np.median(np.abs(got - expected)) <= 3, (ratio, height, width)
 
 
+@pytest.mark.whole
 def test_a_file_that_breaks_during_the_training(tmp_path, connect, run):
     folder(tmp_path / "x")
     given = experiment(tmp_path / "x", image_size="8")
@@ -317,6 +318,7 @@ def test_a_file_that_breaks_during_the_training(tmp_path, connect, run):
     victim.write_bytes(whole)
 
 
+@pytest.mark.whole
 def test_a_file_that_breaks_during_the_training_weighs_nothing(tmp_path, connect, capfd):
     """As if it were not there: the same as with a weight of 0 for it in memory."""
     folder(tmp_path)
@@ -394,6 +396,7 @@ def test_image_fields_on_other_data(fields, message, tfds_dir, monkeypatch):
         registry.load(experiment("x", train_split="train", eval_split="test", data_dir=str(tfds_dir), **fields))
 
 
+@pytest.mark.whole
 def test_mixing_is_for_the_loss_of_tfdist(tmp_path, connect):
     given = experiment(folder(tmp_path), image_size="8", augment="cutmix(1.0)")
     loaded = registry.load(given)
@@ -419,6 +422,7 @@ def test_a_stream_has_no_numbers():
         registry.augmented(stream, ops.parse("flip"), (8, 8))
 
 
+@pytest.mark.whole
 def test_images_in_memory_are_made_one_size_at_once(connect):
     given = experiment("x", name="synthetic", options="examples=20, shape=(6, 8, 3)", image_size="4x5", cache="auto")
     given.data.train_split, given.data.eval_split = "train", "test"
@@ -509,6 +513,7 @@ def test_a_marker_without_a_length_hides_no_size(marker, tmp_path):
     assert look.size == (13, 21)
 
 
+@pytest.mark.whole
 def test_huge_images_are_skipped_or_allowed(tmp_path, said):
     folder(tmp_path)
     save(tmp_path / "cat" / "large.png", picture(1, (20, 30)))

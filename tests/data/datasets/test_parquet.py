@@ -50,19 +50,11 @@ def test_it_is_the_table_that_csv_is(tmp_path):
     np.testing.assert_array_equal(got.train.columns[1], np.array(PRICE)[order[:40]].astype("float32"))
 
 
-@pytest.mark.parametrize(
-    "values, options, names",
-    [
-        (["b", "a"] * 30, {}, ("a", "b")),
-        (["10", "9"] * 30, {}, ("9", "10")),
-        ([3, 1] * 30, {}, ("1", "3")),
-        ([3.0, 1.0] * 30, {}, ("1", "3")),
-        ([True, False] * 30, {}, ("False", "True")),
-        (list(range(60)), {}, ()),
-        ([3, 1] * 30, {"classify": False}, ()),
-        (list(range(60)), {"classify": True}, tuple(map(str, range(60)))),
-    ],
-)
+@pytest.mark.parametrize("values, options, names", [
+    (["b", "a"] * 30, {}, ("a", "b")), (["10", "9"] * 30, {}, ("9", "10")), ([3, 1] * 30, {}, ("1", "3")),
+    ([3.0, 1.0] * 30, {}, ("1", "3")), ([True, False] * 30, {}, ("False", "True")), (list(range(60)), {}, ()),
+    ([3, 1] * 30, {"classify": False}, ()), (list(range(60)), {"classify": True}, tuple(map(str, range(60)))),
+])  # fmt: skip
 def test_what_is_a_class(values, options, names, tmp_path):
     path = write(tmp_path / "t.parquet", {"x": SIZE, "y": values})
     got = load(path, {"target": "y", "in_order": True, **options}, ("train", "train"))

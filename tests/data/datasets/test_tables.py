@@ -80,17 +80,12 @@ def test_rows_are_mixed_before_they_are_cut(tmp_path):
     np.testing.assert_array_equal(again.train.columns[0]["numbers"], got.train.columns[0]["numbers"])
 
 
-@pytest.mark.parametrize(
-    "values, options, classes, names",
-    [
-        (["b", "a", "10", "9"], {}, 4, ("9", "10", "a", "b")),
-        (["3", "1", "3", "1"], {}, 2, ("1", "3")),
-        (["0.5", "1", "3", "1"], {}, None, ()),
-        ([str(i) for i in range(30)], {}, None, ()),
-        ([str(i) for i in range(30)], {"classify": True}, 30, tuple(str(i) for i in range(30))),
-        (["3", "1", "3", "1"], {"classify": False}, None, ()),
-    ],
-)
+@pytest.mark.parametrize("values, options, classes, names", [
+    (["b", "a", "10", "9"], {}, 4, ("9", "10", "a", "b")), (["3", "1", "3", "1"], {}, 2, ("1", "3")),
+    (["0.5", "1", "3", "1"], {}, None, ()), ([str(i) for i in range(30)], {}, None, ()),
+    ([str(i) for i in range(30)], {"classify": True}, 30, tuple(str(i) for i in range(30))),
+    (["3", "1", "3", "1"], {"classify": False}, None, ()),
+])  # fmt: skip
 def test_what_is_a_class(values, options, classes, names, tmp_path):
     path = write(tmp_path / "t.csv", [[i, v] for i, v in enumerate(values)], ["x", "y"])
     got = tables.prepare(path, {"target": "y", "in_order": True, **options}, ALL)

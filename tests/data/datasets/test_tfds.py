@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 from google.protobuf import json_format
+from support.covering import first
 from support.refusals import refused
 from support.source_columns import columns_of
 
@@ -109,6 +110,7 @@ def test_images_of_all_sizes(kind, source, folders):
     assert loaded.spec == spec_lib.Spec((8, 8, 3), "uint8", 2, 255.0, ("dark", "light")) and loaded.examples == 27
 
 
+@pytest.mark.whole
 def test_a_stream_tells_other_examples_by_their_content(folders, tmp_path, monkeypatch):
     """Not by the bytes of the files, which differ where they are prepared again."""
     options = dict(name="photos", image_size="8")
@@ -181,7 +183,9 @@ def test_a_model_begins_the_same_whether_its_data_was_prepared_or_is(tmp_path):
 
 @pytest.mark.parametrize(
     "name, size, shape, classes",
-    [("cifar10", "", (32, 32, 3), 10), ("imagenet2012", "16", (16, 16, 3), 1000), ("imdb_reviews", "", (), 2)],
+    first(
+        1, [("cifar10", "", (32, 32, 3), 10), ("imagenet2012", "16", (16, 16, 3), 1000), ("imdb_reviews", "", (), 2)]
+    ),
 )
 def test_sets_that_need_a_download(name, size, shape, classes, tmp_path):
     """Made-up examples of the real features, which TFDS offers for tests."""
@@ -238,6 +242,7 @@ def test_what_cannot_be_downloaded(data, message, tmp_path, monkeypatch):
         registry.load(experiment(tmp_path, **data))
 
 
+@pytest.mark.whole
 def test_two_runs_prepare_a_data_set_once(tmp_path, monkeypatch):
     """While this one waits for the lock, the other one has finished."""
     held = tfds_lib.local_files.locked
@@ -282,7 +287,7 @@ def test_a_damaged_description(content, folders, tmp_path):
 
 @pytest.mark.parametrize(
     "cache, damage, message",
-    [
+    first(2, [
         (
             "memory",
             lambda path, data: path.write_bytes(data[:500] + b"?" + data[501:]),
@@ -291,9 +296,9 @@ def test_a_damaged_description(content, folders, tmp_path):
         ("memory", lambda path, data: path.write_bytes(data[:-9]), "{} is cut off behind 1,436 records"),
         ("stream", lambda path, data: path.write_bytes(b""), "{} is empty"),
         ("stream", lambda path, data: path.unlink(), "{} cannot be read: No such file"),
-    ],
+    ]),
     ids=["a byte", "cut", "empty", "gone"],
-)
+)  # fmt: skip
 def test_damaged_records_of_tfds(cache, damage, message, tmp_path):
     """TensorFlow names no file, and the command would be tried again."""
     registry.load(experiment(tmp_path, name="digits"))

@@ -9,6 +9,7 @@ import tarfile
 import numpy as np
 import pytest
 import tensorflow as tf
+from support.covering import first
 from support.refusals import refused
 from support.source_columns import columns_of
 
@@ -92,14 +93,10 @@ def test_images_and_labels(tars):
     np.testing.assert_array_equal(both.columns[0], PIXELS[[17, 18, 19, 5, 6, 7, 8]])
 
 
-@pytest.mark.parametrize(
-    "options, x, y, classes",
-    [
-        ("x='seg.npy', weight='json.price'", VALUES, LABELS, 3),
-        ("y='json.label', classes=5", PIXELS, LABELS, 5),
-        ("y='seg.npy', channels=3", PIXELS, VALUES, None),
-    ],
-)
+@pytest.mark.parametrize("options, x, y, classes", first(1, [
+    ("x='seg.npy', weight='json.price'", VALUES, LABELS, 3), ("y='json.label', classes=5", PIXELS, LABELS, 5),
+    ("y='seg.npy', channels=3", PIXELS, VALUES, None),
+]))  # fmt: skip
 def test_what_other_files_hold(options, x, y, classes, tars):
     data = tfdist.load_data(f"webdataset:{tars}/tr*", cache="stream", options=options, **ALL)
     found = columns_of(data.train)
@@ -163,6 +160,7 @@ def between_of(path, name):
         return tar.getmember(name).offset
 
 
+@pytest.mark.whole
 def test_other_content_of_the_same_time_and_size_is_read(tmp_path):
     for shift in (0, 1):
         rows = [((f"{i}.cls", b"%d" % ((i + shift) % 3)), (f"{i}.npy", npy(VALUES[0]))) for i in range(9)]
@@ -206,6 +204,7 @@ def test_a_dry_run_makes_no_table(tars):
     assert registry.load(experiment, prepare=False).examples == 16
 
 
+@pytest.mark.whole
 def test_shards_in_a_bucket(tars, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     url = f"memory://bucket/{tmp_path.name}"

@@ -280,8 +280,9 @@ def _resized(image: tf.Tensor, size: tuple[int, int] | tf.Tensor) -> tf.Tensor:
         values = smoothed() if any(a >= 2 * b for a, b in zip(image.shape[:2], size)) else plain()
     else:
         values = tf.cond(tf.reduce_any(tf.shape(image)[:2] >= 2 * tf.convert_to_tensor(size)), smoothed, plain)
-    # Values are at least 0, so that this rounds; tf.round is ten times as slow.
-    return tf.cast(values if image.dtype.is_floating else values + 0.5, image.dtype)
+    # tf.round is ten times as slow; a cast to unsigned integers rounds values of at least 0 down by itself.
+    rounded = values + 0.5 if image.dtype.is_unsigned else tf.floor(values + 0.5)
+    return tf.cast(values if image.dtype.is_floating else rounded, image.dtype)
 
 
 def flip(image: tf.Tensor, seed: tf.Tensor, axis: int = 1) -> tf.Tensor:
