@@ -146,7 +146,7 @@ def write(original: Original, name: str, path: pathlib.Path) -> dict[str, Any]:
 def _write_saved_model(original: Original, path: pathlib.Path) -> tuple[dict[str, Any], _Trials, bool]:
     """Writes a SavedModel; returns its description, a trial for each signature, and whether it is of half precision."""
     model = original.model
-    logits = compatibility.from_logits(model, original.arrays is None)
+    logits = compatibility.from_logits(model, None if original.arrays is None else original.experiment.train)
     if logits is None:
         outputs = model(original.examples, training=False)
         scores = tf.is_tensor(outputs) and outputs.shape.rank == 2

@@ -5,6 +5,7 @@ import dataclasses
 import keras
 
 from tfdist import config
+from tfdist.config import training_objects
 from tfdist.data.loaded import Loaded
 from tfdist.data.sources import one_hot
 from tfdist.data.spec import Spec
@@ -65,10 +66,13 @@ def for_own_loss(model: keras.Model, data: Loaded, source: str) -> Loaded:
     return data
 
 
-def from_logits(model: keras.Model, from_file: bool) -> bool | None:
-    """Tells whether scores are logits, by the model's loss or else tfdist's, which takes logits; None if unknown."""
+def from_logits(model: keras.Model, train: config.Train | None) -> bool | None:
+    """Tells whether scores are logits, by the loss of the model, or of the run that made it; None if unknown."""
     if not model.compiled:
-        return None if from_file else not objective.ends_with_probabilities(model)
+        spec = training_objects.loss(train) if train else None
+        if train is None or (spec and not spec.kind):
+            return None
+        return (spec.options if spec else {}).get("from_logits", not objective.ends_with_probabilities(model))
     return getattr(model.loss, "from_logits", None)
 
 

@@ -189,7 +189,8 @@ def _held(part: Any, is_own: bool) -> tuple[dict[str, Any], list[tuple[str, Any]
     """Returns what an object holds and its classes do, without what follows the process or the calls."""
     if inspect.isfunction(part):
         return {}, []
-    of_classes = user_functions.own_attributes(part)
+    # Python makes a class that has none an empty one as soon as somebody asks.
+    of_classes = [item for item in user_functions.own_attributes(part) if item[0] != "__annotations__"]
     held = user_functions.attributes_read(attributes(part), (value for _, value in of_classes))
     changing, containers = user_functions.stored(value for name, value in of_classes if name != "__init__")
     named = lambda name: name not in changing and not name.startswith("__") and not _DRAWN.search(name)

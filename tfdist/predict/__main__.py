@@ -47,7 +47,7 @@ def _write(values: flags.FlagValues, kind: str, ready: job.Ready, should_stop: C
     reader = prediction_rows.OutputReader(
         classes=data.spec.classes,
         names=data.spec.names,
-        from_logits=compatibility.from_logits(ready.model, ready.from_file),
+        from_logits=compatibility.from_logits(ready.model, None if ready.from_file else experiment.train),
         scores=values.scores,
         example=data.eval.name,
         numbers=data.numbers,

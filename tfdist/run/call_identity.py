@@ -12,8 +12,10 @@ import os
 import pathlib
 import pickle
 import random
+import re
 import sys
 import tempfile
+import time
 import traceback
 import types
 from collections.abc import Container, Mapping
@@ -33,8 +35,10 @@ from tfdist.keras_bridge.setups import digest, is_constant, of_object
 _STARTED_IN = os.getcwd()  # to which names of files in code are relative
 PLACE, ROUND = "the place of the call", "the round of the loops around the call"
 AROUND, UNTOLD = "the variables around the call", "whether a round is not told"
+LOOPS = "the round of the loops without arguments of functions"
 STARTING, CONTENT, FROZEN = "the starting state of the model", "the content of", "frozen layers"
-_NOT_OF_RESULT = "place", CODE, PLACE, ROUND, AROUND, UNTOLD, STARTING, setups.ENCLOSED
+_TELLING = PLACE, ROUND, LOOPS, AROUND, UNTOLD
+_NOT_OF_RESULT = "place", CODE, *_TELLING, STARTING, setups.ENCLOSED
 _SETTINGS = (
     *("batch_size", "epochs", "initial_epoch", "steps_per_epoch", "shuffle", "class_weight", "validation_split"),
     *("validation_steps", "validation_batch_size", "validation_freq"),
@@ -94,7 +98,9 @@ def find(
     placed = lambda n: same(n, PLACE, ROUND) if PLACE in known[n].facts else [n] == later[:1]  # of 0.2.0
     here = [*filter(placed, known)]
     # A round that is told, and not recorded, is another one, whatever else is the same: a digest does not hold all.
-    candidates = here or (known if changed or facts[UNTOLD] else ())
+    # An argument alone may say where the script begins this time (`def run(first): for fold in range(first, 5)`).
+    alike = [n for n in known if facts[LOOPS] and PLACE in known[n].facts and same(n, PLACE, LOOPS)]
+    candidates = here or (known if changed or facts[UNTOLD] else alike)
     exact = [n for n in candidates if same(n, STARTING, *lasting) and known[n].begin == random_state]
     # Else a script that has left out others may come here with another call than that which has been here.
     if not exact and (len(here) > 1 or (facts[UNTOLD] and any(known[number].end for number in here))):
@@ -113,7 +119,7 @@ def check_same(number: int, here: Mapping[str, object], there: Mapping[str, obje
     odd = [n for n in sorted({**there, **here}, key=lambda n: n.startswith("the ")) if there.get(n) != here.get(n)]
     # Modules are loaded when they are needed, which a call that is left out may not have done.
     odd = [name for name in odd if not name.startswith(CODE) or name in here.keys() & there.keys()]
-    odd = [name for name in odd if name not in (PLACE, ROUND, AROUND, UNTOLD)]  # by which the call was found
+    odd = [name for name in odd if name not in _TELLING]  # by which the call was found
     odd = [name for name in odd if name != FROZEN or FROZEN in there]  # not so in 0.2.0
     if here["place"] != there.get("place"):  # where other devices may have computed them, to rounding
         odd = [name for name in odd if not name.startswith(("place", CONTENT, STARTING, setups.ENCLOSED))]
@@ -139,6 +145,7 @@ def in_memory(data: Any) -> bool:
 def _of_call(code: Container[pathlib.Path]) -> dict[str, Any]:
     """Returns what tells a call from others: where functions of these files are running, and with what variables."""
     places, rounds, around = list[tuple](), list[tuple[str, list]](), list[tuple[str, str]]()
+    of_loops = list[tuple[str, list]]()
     untold = 0  # 1 if a variable does not tell its round, 2 if none of a loop does
     for frame, line in traceback.walk_stack(None):
         path, running = pathlib.Path(_STARTED_IN, frame.f_code.co_filename).resolve(), frame.f_code
@@ -153,6 +160,7 @@ def _of_call(code: Container[pathlib.Path]) -> dict[str, Any]:
         places.append((running.co_name, *_called(path, running, frame.f_lasti)))
         told = {name: _told(values[name], name in targets) for name in sorted(named & values.keys())}
         rounds += told.items()
+        of_loops += [(name, told[name]) for name in sorted(targets & told.keys())]
         untold = max(untold, not all(told.values()))
         for parts in ([values[name] for name in counting or stored if name in values] for counting, stored in loops):
             models = any(isinstance(part, _FOLLOWING_CALLS) for part in parts)
@@ -161,7 +169,8 @@ def _of_call(code: Container[pathlib.Path]) -> dict[str, Any]:
         # A duration is no more the same in another start than the time.
         others = {name for name in others if not isinstance(values.get(name), float | datetime.datetime)}
         around += [(name, _pickled(values[name])) for name in sorted((named | others) & values.keys())]
-    return {PLACE: digest(places), ROUND: digest(rounds), AROUND: digest(around), UNTOLD: untold}
+    looped = digest(of_loops) if any(numbers for _, numbers in of_loops) else ""
+    return {PLACE: digest(places), ROUND: digest(rounds), LOOPS: looped, AROUND: digest(around), UNTOLD: untold}
 
 
 def _called(path: pathlib.Path, running: types.CodeType, offset: int) -> tuple:
@@ -203,6 +212,11 @@ _FOLLOWING_CALLS = (
     *(random.Random, np.random.Generator, np.random.RandomState),
 )
 _COUNTING, _NO_VALUE = (int, str, os.PathLike), (types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_DATES = {time.strftime(f, time.localtime(time.time() - ago)) for ago in (0, 86400) for f in (
+    "%Y%m%d", "%Y-%m-%d", "%Y_%m_%d", "%d-%m-%Y", "%d%m%Y", "%y%m%d", "%b%d",
+)}  # fmt: skip
+_TIME = re.compile(rf"({'|'.join(map(re.escape, _DATES))})([-_T .]?\d\d[-_:.h]?\d\d([-_:.m]?\d\d(\.\d+)?)?)?")
+"""A time near the start of this process, as in names of folders; also yesterday's, on which it may have begun."""
 _MOST_TOLD = 100_000  # numbers of an array, or entries of a container
 _CONTAINERS = list, tuple, set, frozenset, collections.deque
 _PICKLED = {*sys.stdlib_module_names, "numpy", "pandas"}  # what other libraries do for that may last, or change things
@@ -252,5 +266,6 @@ def _told(value: Any, in_loop: bool) -> list:
     leaves = [os.fspath(leaf) if isinstance(leaf, os.PathLike) else leaf for leaf in leaves]
     any_kind = (str, np.ndarray) if in_loop else ()
     told = [a for a in leaves if isinstance(a, any_kind) or (isinstance(a, str | int | float) and is_constant(a, True))]
+    told = [_TIME.sub("", a) if isinstance(a, str) else a for a in told]
     odd = lambda a: str(a).startswith(tempfile.gettempdir()) or getattr(a, "dtype", np.dtype(int)).kind not in "biu"
     return [f"{a:.6g}" if isinstance(a, float) else a for a in told if not odd(a)]  # devices differ in the last bits
