@@ -150,6 +150,8 @@ def test_resize_pads_and_keeps():
     assert ops.resize(image, (32, 40), "crop") is image
     thin = ops.resize(tf.constant(picture(200, 1)), (4, 4), "crop")
     assert thin.shape == (4, 4, 3)
+    below = tf.fill((9, 11, 3), tf.constant(-3, tf.int16))  # a cast to integers rounds them up
+    assert (ops.resize(below, (6, 6), "stretch").numpy() == -3).all()
 
 
 def test_a_random_crop_has_its_area_and_proportions(monkeypatch):

@@ -586,6 +586,15 @@ def test_outputs_that_are_no_classes():
             rows(prediction_rows.OutputReader(None), outputs, kind=kind)
 
 
+def test_the_loss_of_a_run_tells_what_its_scores_are():
+    inputs = keras.Input((4,))
+    heads = [keras.layers.Dense(3, "softmax")(inputs) for _ in range(2)]
+    model = keras.Model(inputs, keras.layers.Average()(heads))  # which does not end with a softmax
+    told = config.Train(loss="sparse_categorical_crossentropy(from_logits=False)")
+    assert compatibility.from_logits(model, told) is False
+    assert compatibility.from_logits(model, config.Train()) is True and compatibility.from_logits(model, None) is None
+
+
 def test_scores_that_are_probabilities_are_seen():
     assert not prediction_rows.look_like_probabilities(np.array([[0.25, 0.7], [2.0, -1.0]]))
     assert prediction_rows.look_like_probabilities(np.array([[np.nan, 1], [0.25, 0.75]]))

@@ -301,6 +301,12 @@ def test_functions_that_are_made_anew_see_what_has_changed(replicas, force, patc
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+def test_the_check_is_left_out_on_request(patched, said):
+    patched(2, check_agreement="off")
+    trained()
+    assert said and not any("checking" in line for line in said)
+
+
 class Annealed(keras.Model):
     """Reads a number that a callback changes before each batch."""
 
