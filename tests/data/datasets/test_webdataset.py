@@ -128,6 +128,7 @@ B = [("b.png", A[0][1]), ("b.cls", b"0")]
     ([*A, ("b.png", b"none"), B[1]], "", r"b in .*t.tar cannot be decoded: .*: remove it"),
     ([A[0], ("a.cls", b"cat")], "", "cannot be opened: invalid literal for int.* b'cat': write them again with"),
     ([*A, A[1]], "", "cannot be opened: Duplicate field 'cls' for sample 'a'"),
+    ([("a.json", b"[" * 100_000)], "", "cannot be opened: maximum recursion depth exceeded"),
     (A, "y=txt", r"there is no column 'txt' for y in webdataset:.*: it has .*png \(Image\), cls \(int64\)"),
     (A, "config=a", "unknown 'config' in data.options"),
     (A, "max_pixels=29", "a in .*t.tar cannot be decoded: it has more pixels than max_pixels=29"),
