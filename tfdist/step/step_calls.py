@@ -1,6 +1,7 @@
 """The compiled functions of a model, made once, and one call of them."""
 
 import contextlib
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,7 +28,6 @@ class _Kept(NamedTuple):
 
     key: tuple[int | str, ...]  # what it was made for, as ids
     owners: tuple  # what these ids belong to; held, or another object could take an id and be mistaken for its owner
-    made: tuple  # Keras' functions; held, too
     step: Step  # it does not keep its model alive (see `Step.model`)
     trained: tuple[keras.Variable, ...] | None = None  # updated by trainings since compile()
 
@@ -51,7 +51,6 @@ def step_of(
       outputs_only: the model need not be compiled, nor the source have targets.
       batch: examples of a global batch.
     """
-    made = functions_of_keras(model)
     key = _key(model, distribution)
     kept = _STEPS.get(id(model))
     if kept is not None and kept.key == key:
@@ -74,8 +73,7 @@ def step_of(
         owners = _owners(model, distribution)  # anew: building may have created the weights
         compiled = len(owners) - len(model.trainable_variables)
         same = kept is not None and [*map(id, kept.owners[:compiled])] == [*map(id, owners[:compiled])]
-        trained = kept.trained if kept and same else None
-        _STEPS[id(model)] = _Kept(_key(model, distribution), owners, made, step, trained)
+        _STEPS[id(model)] = _Kept(_key(model, distribution), owners, step, kept.trained if kept and same else None)
     return step
 
 
@@ -108,22 +106,28 @@ def compiled_parts(model: keras.Model, distribution: Distribution) -> tuple:
     return (distribution.strategy, *compiled, getattr(model, "optimizer", None))
 
 
-def functions_of_keras(model: keras.Model) -> tuple:
-    """Returns Keras' functions of a model, which nothing here calls, made where they are missing.
+def functions_of_keras(model: keras.Model) -> list[int]:
+    """Returns the numbers of Keras' functions of a model, which nothing here calls, made where they are missing.
 
-    A script that sets one to None, or calls `make_train_function(force=True)`, wants the model to be traced anew.
+    A script that sets one to None, or calls `make_train_function(force=True)`, wants the model to be traced anew. They
+    hold the model, so that none is held here, and ids of those that are gone are given away.
     """
     for kind in ("train", "test", "predict"):
         if getattr(model, f"{kind}_function") is None:
             getattr(model, f"make_{kind}_function")()  # which traces nothing
-    return model.train_function, model.test_function, model.predict_function
+    made = model.train_function, model.test_function, model.predict_function
+    return [_NUMBERS.setdefault(function, next(_COUNT)) for function in made]
+
+
+_NUMBERS: weakref.WeakKeyDictionary[Callable, int] = weakref.WeakKeyDictionary()
+_COUNT = itertools.count()
 
 
 def _key(model: keras.Model, distribution: Distribution) -> tuple[int | str, ...]:
     # A layer's `synchronized` is read while the step is traced: one that is set between two fits would do nothing.
     synchronized = "".join(str(int(layer.synchronized)) for layer in keras_internals.batch_norms(model))
-    objects = functions_of_keras(model) + _owners(model, distribution)
-    return (distribution.jit, distribution.static_shapes, synchronized, *map(id, objects))
+    ids = map(id, _owners(model, distribution))
+    return (distribution.jit, distribution.static_shapes, synchronized, *functions_of_keras(model), *ids)
 
 
 @contextlib.contextmanager

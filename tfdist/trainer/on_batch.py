@@ -132,8 +132,8 @@ def _prepared(model: keras.Model, kind: str, columns: tuple, options: _Options) 
     """Returns what was prepared for these calls since the model was compiled."""
     distribution = options.distribution or connect.current(model.distribute_strategy)
     prepared = _PREPARED.setdefault(model, {})
-    parts = step_calls.compiled_parts(model, distribution) + step_calls.functions_of_keras(model)
-    key = (distribution.jit, options.virtual_replicas, *map(id, parts))
+    parts = step_calls.compiled_parts(model, distribution)
+    key = (distribution.jit, options.virtual_replicas, *step_calls.functions_of_keras(model), *map(id, parts))
     if kind not in prepared or prepared[kind].key != key:
         prepared[kind] = _OnBatch(model, kind, columns, distribution, options)
         prepared[kind].key, prepared[kind].owners = key, parts
