@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib
+import weakref
 from concurrent import futures
 
 import keras
@@ -299,6 +301,17 @@ def test_functions_that_are_made_anew_see_what_has_changed(replicas, force, patc
     keras.utils.set_random_seed(3)
     for ours, theirs in zip(made(), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_no_model_is_kept(patched):
+    patched(1)
+    for call in ("fit", "test_on_batch"):
+        model = compiled()
+        getattr(model, call)(X, Y)
+        known = weakref.ref(model)
+        del model
+        gc.collect()
+        assert known() is None
 
 
 def test_the_check_is_left_out_on_request(patched, said):
