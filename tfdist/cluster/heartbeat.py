@@ -69,8 +69,6 @@ def find_stall(
 
 
 class ReceivedSignal(NamedTuple):
-    """A signal that this process received."""
-
     signal: signal.Signals
     at: float  # when, by this process' monotonic clock
 

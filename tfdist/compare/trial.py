@@ -41,7 +41,6 @@ class Hardware:
         return tuple(sorted({most, *(n for n in (2**i for i in range(1, 12)) if n <= most)}))
 
     def describe(self) -> str:
-        """Says in words what there is."""
         if self.gpus:
             return f"{len(self.gpus)} GPU{'s' * (len(self.gpus) > 1)}"
         return f"{self.cores} CPU core{'s' * (self.cores > 1)}"
@@ -81,8 +80,6 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended."""
-
     status: str  # `completed`, `unavailable` (it says that the input or the environment is wrong) or `failed`
     seconds: float
     reason: str = ""  # why it did not complete, in one line

@@ -55,7 +55,6 @@ def ask(environ: Mapping[str, str], timeout: float) -> Answer:
 
 
 def driver(survey: gpus.Survey) -> list[Finding]:
-    """Checks what the driver says."""
     again = "let nvidia-smi work again (modprobe nvidia, nvidia-smi -r, or a reboot), or train with --devices=none"
     if not survey.gpus and survey.problem:
         return [fail(survey.problem, again)]

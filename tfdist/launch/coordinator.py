@@ -194,7 +194,6 @@ class Coordinator:
             self._say(f"{link} {f'waits for a place among {self._nodes.max} nodes' if full else 'has joined'}")
 
     def _drop(self, link: node_agent.NodeLink) -> None:
-        """Removes a node that is lost."""
         del self._links[link.member.rank]
         self._pending.append((link.member.rank, {"event": "lost", "line": f"{link} is lost: {link.lost}"}))
 

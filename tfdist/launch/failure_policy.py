@@ -169,7 +169,6 @@ class AttemptOutcome:
         return orders
 
     def _exit(self, node: int, exit: Exit, now: float) -> None:
-        """Handles the end of a worker."""
         if exit.code == 0:
             self._some_done = True
             self._chief_done = self._chief_done or exit.rank == 0

@@ -92,7 +92,6 @@ def _gpus(sample: dict) -> list[dict]:
 
 
 def _gpu_lines(samples: list[dict], key: str, unit: float, scale: float) -> list[Line]:
-    """Returns a line per GPU."""
     xs = [(number(s["seconds"]) or 0) / unit for s in samples]
     tables = [{g.get("number"): number(g.get(key)) for g in _gpus(s)} for s in samples]
     gpus = list(dict.fromkeys(gpu for row in tables for gpu in row))

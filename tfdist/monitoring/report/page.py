@@ -178,7 +178,6 @@ def _header(record: Record) -> Html:
 
 
 def _figures(record: Record) -> Html:
-    """Returns the key figures."""
     result = {name: y for name, v in record.result.items() if (y := number(v)) is not None}
     metrics = {name: number(v) for name, v in mapping(record.result.get("evaluation")).items()}
     tiles = [(curves.title(name), value(y), "") for name, y in metrics.items() if y is not None]
