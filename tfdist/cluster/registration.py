@@ -113,8 +113,6 @@ def refuse(connection: wire.Connection, error: UserError) -> None:
 
 
 class Arrival(NamedTuple):
-    """A member that asks to join."""
-
     connection: wire.Connection
     member: Member
 

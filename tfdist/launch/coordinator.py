@@ -47,8 +47,6 @@ def run(plan: node_agent.LaunchPlan, events: Events, screen: Screen) -> int:
 
 
 class Coordinator:
-    """All of a launch, from beginning to end."""
-
     def __init__(self, plan: node_agent.LaunchPlan, events: Events, screen: Screen):
         """Listens for the other nodes, if there are any; raises UserError if that is not possible."""
         self._plan, self._nodes, self._events, self._screen = plan, plan.nodes, events, screen

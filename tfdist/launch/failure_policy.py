@@ -18,8 +18,6 @@ FINAL = (0, 2, 130, 143)  # exit codes after which a restart would end the same 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cause:
-    """Why an attempt has failed."""
-
     code: int  # exit code for all launchers
     text: str
     lines: tuple[str, ...] = ()  # last lines of the worker

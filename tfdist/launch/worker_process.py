@@ -141,8 +141,6 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exit:
-    """How a worker ended."""
-
     rank: int
     pid: int
     host: str
