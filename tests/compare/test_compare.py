@@ -422,8 +422,6 @@ BAD = [
     (["--strategies=mirored"], "unknown strategy 'mirored' in --strategies: did you mean 'mirrored'?"),
     (["--strategies=auto"], "unknown strategy 'auto' in --strategies: known are default, mirrored, mul"),
     (["--strategies="], "--strategies names none: give some of default,mirrored,multi_worker,horovod,tpu"),
-    (["--strategies=default,mirrored", "--replicas=1", "--threads=512"],
-     "--replicas=1 leave nothing to set against default on one device"),
     (["--replicas=0"], "--replicas must be integers of at least 1, such as 2,4: got '0'"),
     (["--replicas=2,x"], "--replicas must be integers of at least 1, such as 2,4: got 'x'"),
     (["--time_limit=0"], "--time_limit must be a positive number of seconds, got 0.0"),

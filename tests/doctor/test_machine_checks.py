@@ -92,8 +92,8 @@ def test_a_free_and_a_taken_port(port):
     one(checks.port_here(HERE, port), "ok", f"{HERE}:{port} is free")
     one(checks.port_here(checks.ALL, port), "ok", "free on all interfaces")
     with socket.create_server((HERE, port)):
-        one(checks.port_here(HERE, port), "fail", f"{HERE}:{port} is taken by process ", "choose another port")
-        one(checks.port_here(checks.ALL, port), "fail", "it is taken", "end that program")
+        one(checks.port_here(HERE, port), "fail", f"{HERE}:{port} is taken", "choose another port")
+        one(checks.port_here(checks.ALL, port), "fail", "it is taken", "end the program")
         one(checks.port_here(checks.ALL, port, needed=False), "warn", "tfdist.launch would meet there", "--master_port")
 
 

@@ -126,7 +126,7 @@ def test_a_value_that_is_not_finite_is_a_gap_and_is_said(tmp_path):
     line = lambda i, loss: {"epoch": i, "updates": 30 * i, "seconds": i, "loss": loss}
     put(folder, "history.jsonl", [line(1, 1.0), line(2, 0.9), line(3, None), line(4, 0.8), line(5, 0.7)])
     page = render(folder)
-    assert "Not finite in training at the end of epoch 3." in page
+    assert "Not finite at the end of epoch 3." in page
     loss = page[page.index("<b>Loss</b>") : page.index("<b>Learning rate</b>")]
     assert len(re.findall(r'<polyline points="[^"]*" class="line c1"/>', loss)) == 2, "the gap is bridged"
 

@@ -51,8 +51,6 @@ class Position:
 
 
 class LoadedCheckpoint(NamedTuple):
-    """A checkpoint in memory."""
-
     path: pathlib.Path
     state: dict[str, Any]
     tensors: dict[str, Any]

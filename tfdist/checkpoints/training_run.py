@@ -47,7 +47,6 @@ class TrainingRun:
     facts: Mapping[str, object] = dataclasses.field(default_factory=dict)  # `Source.facts`: other data is noticed
 
     def identity(self) -> dict[str, int | None]:
-        """Returns what determines the order of the examples."""
         return identity(self.global_batch, self.updates_per_epoch, self.seed, self.examples)
 
 

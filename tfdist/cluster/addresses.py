@@ -14,8 +14,6 @@ def join(host: str, port: int) -> str:
 
 
 class Address(NamedTuple):
-    """Host and port of a listener."""
-
     host: str  # host name or IP address, IPv6 without brackets
     port: int
 

@@ -21,8 +21,6 @@ BY_SIGNAL = (130, 143)  # exit codes that stay, whatever else a signal's end bri
 
 
 class State(NamedTuple):
-    """What a worker is doing."""
-
     phase: str  # one of `EXEMPT`, `call` (in a collective call), `waiting` (in a `gather`) or `python`
     update: int  # updates made so far
     since: float  # when it began, by this process' monotonic clock
@@ -69,8 +67,6 @@ def find_stall(
 
 
 class ReceivedSignal(NamedTuple):
-    """A signal that this process received."""
-
     signal: signal.Signals
     at: float  # when, by this process' monotonic clock
 

@@ -113,8 +113,6 @@ def refuse(connection: wire.Connection, error: UserError) -> None:
 
 
 class Arrival(NamedTuple):
-    """A member that asks to join."""
-
     connection: wire.Connection
     member: Member
 
@@ -144,7 +142,6 @@ class Registrar:
         return lines
 
     def close(self) -> None:
-        """Stops accepting connections."""
         self._acceptor.close()
 
     def _admit(self, connection: wire.Connection, host: str) -> None:
@@ -230,7 +227,6 @@ class Reminder:
         self._say, self._deadline = say, deadline
 
     def __call__(self, missing: str, now: float) -> None:
-        """Says it if it is time."""
         if now >= self.next:
             self.next = now + REPEAT_S
             self._say(f"waiting for {missing}, {self._deadline - now:.0f} s left")

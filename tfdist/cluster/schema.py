@@ -22,8 +22,6 @@ def _require(valid: object, value: Any = None) -> Any:
 
 
 def whole(least: int = 0, most: int = 2**31 - 1) -> Reader:
-    """Reads an integer within limits."""
-
     return lambda value: _require(type(value) is int and least <= value <= most, value)
 
 
@@ -34,7 +32,6 @@ def number(value: Any) -> float:
 
 
 def flag(value: Any) -> bool:
-    """Reads true or false."""
     return _require(isinstance(value, bool), value)
 
 
@@ -50,7 +47,6 @@ def text(longest: int = 1 << 20) -> Reader:
 
 
 def one_of(*values: str) -> Reader:
-    """Reads one of these texts."""
     return lambda value: _require(isinstance(value, str) and value in values, value)
 
 

@@ -79,7 +79,6 @@ class Watch:
             self._wakeup.setblocking(False)
 
     def start(self) -> None:
-        """Starts the thread."""
         threading.Thread(target=self._serve, name="tfdist peers", daemon=True).start()
 
     # -- for the main thread ------------------------------------------------

@@ -155,7 +155,6 @@ class Connection:
         return message
 
     def close(self) -> None:
-        """Closes the connection."""
         with contextlib.suppress(OSError):
             self._socket.close()
 

@@ -72,9 +72,9 @@ def notes(rows: Sequence[Row], settings: str) -> list[str]:
 
 def show(console: Console, rows: Sequence[Row], settings: str, verdict: Sequence[str]) -> None:
     """Prints everything, no line longer than the console is wide."""
-    console.print(_table(AGREEMENT, agreement(rows), [row.weights for row in rows]))
+    console.print(_table(AGREEMENT, agreement(rows)))
     console.print()
-    console.print(_table(SPEED, speed(rows), []))
+    console.print(_table(SPEED, speed(rows)))
     console.print()
     for line in notes(rows, settings):
         console.print(line, markup=False, style="dim")
@@ -83,16 +83,15 @@ def show(console: Console, rows: Sequence[Row], settings: str, verdict: Sequence
         console.print(line, markup=False, style="bold red" if "OTHER WEIGHTS" in line or "WRONG" in line else None)
 
 
-def _table(head: Sequence[str], cells: Sequence[Sequence[str]], weights: Sequence[str]) -> Table:
+def _table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> Table:
     # No rules and no boxes: plain letters are right in every terminal, log and encoding.
     table = Table(box=None, padding=(0, 2 if head is AGREEMENT else 1, 0, 0), pad_edge=False, header_style="bold")
     for name in head:
         # Nothing is cut: what is too long goes on in the next line.
         justify: Literal["left", "right"] = "left" if name in _LEFT else "right"
         table.add_column(name, justify=justify, overflow="fold", no_wrap=name not in ("most of it in", "evaluation"))
-    styles = dict.fromkeys(("identical", "same"), "green") | {"different": "bold red", "checked": "yellow"}
-    for i, row in enumerate(cells):
-        table.add_row(*row, style=styles.get(weights[i]) if i < len(weights) else None)
+    for row in cells:
+        table.add_row(*row)
     return table
 
 

@@ -19,7 +19,6 @@ from tfdist import config
 from tfdist.cluster import env_vars
 from tfdist.config import messages
 from tfdist.distributed import child_process, gpus, horovod_install
-from tfdist.errors import UserError
 
 TICK_S = 0.5  # how often whoever watches hears that a run goes on
 LOG = "output.log"
@@ -41,7 +40,6 @@ class Hardware:
         return tuple(sorted({most, *(n for n in (2**i for i in range(1, 12)) if n <= most)}))
 
     def describe(self) -> str:
-        """Says in words what there is."""
         if self.gpus:
             return f"{len(self.gpus)} GPU{'s' * (len(self.gpus) > 1)}"
         return f"{self.cores} CPU core{'s' * (self.cores > 1)}"
@@ -62,8 +60,6 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """One run: a strategy on a number of replicas."""
-
     name: str
     strategy: str
     replicas: int
@@ -81,8 +77,6 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended."""
-
     status: str  # `completed`, `unavailable` (it says that the input or the environment is wrong) or `failed`
     seconds: float
     reason: str = ""  # why it did not complete, in one line
@@ -122,10 +116,6 @@ def plan(settings: Settings, folder: pathlib.Path, flags: Sequence[str]) -> list
     if "default" in settings.strategies and not settings.machine.gpus and threads is not None and threads < cores:
         whole = dataclasses.replace(settings, threads=cores)
         trials.insert(1, make(whole, "default", 1, folder, flags, f"default, {cores} cores"))
-    if len(trials) == 1:
-        asked = f"--strategies={','.join(settings.strategies)} and --replicas={','.join(map(str, settings.replicas))}"
-        why = "mirrored needs 2 replicas or more, default always has one"
-        raise UserError(f"{asked} leave nothing to set against default on one device: {why}")
     return trials
 
 

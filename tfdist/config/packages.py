@@ -20,8 +20,6 @@ def version(name: str) -> str:
 
 
 class KerasBackend(NamedTuple):
-    """The backend of Keras, and what chose it."""
-
     name: str
     chosen_by: str
     fix: str  # how to choose TensorFlow instead

@@ -47,7 +47,6 @@ def metrics(train: Train) -> list[KerasObjectSpec]:
 
 
 def callbacks(train: Train) -> list[KerasObjectSpec]:
-    """Returns what `train.callbacks` asks for."""
     return _all("train.callbacks", train.callbacks, CALLBACKS, ())
 
 

@@ -43,7 +43,6 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 
 def validate(experiment: object) -> Experiment:
-    """Checks an experiment."""
     if not isinstance(experiment, Experiment):
         what = f"get_config() of --config must return a tfdist.config.Experiment, got {type(experiment).__name__}"
         raise UserError(what, "see configs/digits.py")

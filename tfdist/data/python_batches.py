@@ -65,7 +65,6 @@ class PythonReader(Reader):
             raise UserError(f"the first two batches of the {type(origin).__name__} are not alike: {error}") from error
 
     def dataset(self) -> tf.data.Dataset:
-        """Returns what reads the batches."""
         return tf.data.Dataset.from_generator(lambda: map(columns, self._batches()), output_signature=self._spec)
 
     def cardinality(self, dataset: tf.data.Dataset) -> int:

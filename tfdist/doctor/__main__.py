@@ -95,7 +95,7 @@ def _show(report: display.Report) -> None:
 
     console = Console(highlight=False, markup=False, emoji=False)
     show = partial(console.print, soft_wrap=True)  # the lines are as long as they are to be
-    for color, line in display.lines(report, console.width if console.is_terminal else 0):
+    for color, line in display.lines(report):
         # Only the first word has the color: long colored lines are hard to read.
         word, space, rest = line.partition(" ")
         show(word, style=None if console.no_color else color or None, end="")

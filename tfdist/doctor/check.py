@@ -46,8 +46,6 @@ def worst(findings: Iterable[Finding]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Check:
-    """Something to look at."""
-
     name: str
     look: Callable[[], list[Finding]]
     fix: str = "run it again, or give it more time with --time_limit"  # where it does not come to an end

@@ -53,7 +53,6 @@ def examine(folder: str | os.PathLike) -> list[Checkpoint]:
 
 
 def checks(folder: str, found: list[Checkpoint]) -> list[Finding]:
-    """Makes a finding of each checkpoint."""
     valid = any(not c.problem for c in found)
     fix = "a resume leaves it out" if valid else "none is left: copy one back, or start over with --resume=never"
     findings = []

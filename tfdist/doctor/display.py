@@ -6,7 +6,6 @@ import getpass
 import math
 import os
 import re
-import textwrap
 from collections.abc import Mapping
 
 from tfdist.checkpoints.run_folder import strict
@@ -18,7 +17,7 @@ from tfdist.doctor.machine import MachineFacts
 from tfdist.doctor.workers import Place
 
 COLOURS = {OK: "green", WARN: "yellow", FAIL: "bold red"}
-_HANG = 6  # columns before a finding; its further lines and the fix stand below it
+_HANG = 6  # columns before a finding; the fix stands below it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,15 +42,13 @@ class Report:
         return tensorflow_probe.names(self.answer, self.survey, self.environ).get(gpu.number)
 
 
-def lines(report: Report, width: int) -> list[tuple[str, str]]:
-    """Returns color (or "") and text of each line, none longer than `width`; 0 leaves them as long as they are."""
-    shown = [("", line) for text in _devices(report) for line in _wrapped(text, width, 2)]
-    shown += [("", ""), *(("", line) for text in _strategy(report) for line in _wrapped(text, width, 4)), ("", "")]
+def lines(report: Report) -> list[tuple[str, str]]:
+    """Returns color (or "") and text of each line."""
+    shown = [("", text) for text in (*_devices(report), "", *_strategy(report), "")]
     for finding in report.findings:
-        first, *rest = _wrapped(_line(finding), width, _HANG)
-        shown += [(COLOURS[finding.status], first), *(("", line) for line in rest)]
+        shown.append((COLOURS[finding.status], _line(finding)))
         if finding.fix:
-            shown += [("", line) for line in _wrapped(f"{'':{_HANG}}fix: {finding.fix}", width, _HANG + 5)]
+            shown.append(("", f"{'':{_HANG}}fix: {finding.fix}"))
     counts = collections.Counter(f.status for f in report.findings)
     summary = ", ".join(f"{counts[status]} {status}" for status in (OK, WARN, FAIL) if counts[status])
     return [*shown, ("", ""), ("", f"{len(report.findings)} checks: {summary}")]
@@ -59,14 +56,6 @@ def lines(report: Report, width: int) -> list[tuple[str, str]]:
 
 def _line(finding: Finding) -> str:
     return f"{finding.status:<{_HANG}}{finding.name}: {finding.finding}"
-
-
-def _wrapped(text: str, width: int, hang: int) -> list[str]:
-    if not width:
-        return [text]
-    return textwrap.wrap(
-        text, width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False, tabsize=1
-    )
 
 
 def _devices(report: Report) -> list[str]:

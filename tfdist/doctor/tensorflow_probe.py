@@ -34,13 +34,10 @@ class Answer:
 
 
 def ask(environ: Mapping[str, str], timeout: float) -> Answer:
-    """Starts TensorFlow in another process; never raises and never waits longer than `timeout` seconds."""
+    """Starts TensorFlow in another process; never waits longer than `timeout` seconds."""
     # The numbers of TensorFlow's GPUs are to be those of nvidia-smi.
     given = {**environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TF_CPP_MIN_LOG_LEVEL": "1"}  # 1: why there is no GPU
-    try:
-        done = child_process.answer([sys.executable, "-m", "tfdist.doctor.tensorflow_probe"], timeout, env=given)
-    except OSError as error:
-        return Answer(problem=f"Python cannot be started once more ({error.strerror})")
+    done = child_process.answer([sys.executable, "-m", "tfdist.doctor.tensorflow_probe"], timeout, env=given)
     if done is None:
         return Answer(problem=f"no answer from TensorFlow within {timeout:.0f} s")
     if done.returncode < 0:
@@ -55,7 +52,6 @@ def ask(environ: Mapping[str, str], timeout: float) -> Answer:
 
 
 def driver(survey: gpus.Survey) -> list[Finding]:
-    """Checks what the driver says."""
     again = "let nvidia-smi work again (modprobe nvidia, nvidia-smi -r, or a reboot), or train with --devices=none"
     if not survey.gpus and survey.problem:
         return [fail(survey.problem, again)]

@@ -1,11 +1,8 @@
 """Who the workers are, which strategy follows from it, and the ports that a run would open here. No TensorFlow."""
 
-import contextlib
 import dataclasses
 import errno
 from collections.abc import Callable, Mapping
-
-import psutil
 
 from tfdist.cluster import discovery, env_vars, wire
 from tfdist.cluster.addresses import Address, join, split
@@ -136,15 +133,10 @@ def port_here(host: str, port: int, needed: bool = True) -> list[Finding]:
         wire.listen(host, port).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            holder = ""
-            with contextlib.suppress(psutil.Error, OSError, StopIteration):  # of other users' only root is told
-                listening = (c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid)
-                pid = next(c.pid for c in listening if c.laddr.port == port)
-                holder = f" by process {pid} ({psutil.Process(pid).name()})"
-            taken = f"{at} is taken{holder}"
             if not needed:
-                return [warn(f"{taken}; tfdist.launch would meet there", "choose another with --master_port", name)]
-            return [fail(taken, "end that program, or choose another port", name)]
+                what = f"{at} is taken; tfdist.launch would meet there"
+                return [warn(what, "choose another with --master_port", name)]
+            return [fail(f"{at} is taken", "end the program that has it (ss -tlnp), or choose another port", name)]
         why, fix = (error.strerror or str(error)).lower(), "choose an address of this host, and a port from 1024 on"
         return [fail(f"{at} cannot be used ({why})", fix, name)]
     return [ok(f"{at} is free" if host != ALL else "free on all interfaces", name)]

@@ -47,8 +47,6 @@ def run(plan: node_agent.LaunchPlan, events: Events, screen: Screen) -> int:
 
 
 class Coordinator:
-    """All of a launch, from beginning to end."""
-
     def __init__(self, plan: node_agent.LaunchPlan, events: Events, screen: Screen):
         """Listens for the other nodes, if there are any; raises UserError if that is not possible."""
         self._plan, self._nodes, self._events, self._screen = plan, plan.nodes, events, screen
@@ -194,7 +192,6 @@ class Coordinator:
             self._say(f"{link} {f'waits for a place among {self._nodes.max} nodes' if full else 'has joined'}")
 
     def _drop(self, link: node_agent.NodeLink) -> None:
-        """Removes a node that is lost."""
         del self._links[link.member.rank]
         self._pending.append((link.member.rank, {"event": "lost", "line": f"{link} is lost: {link.lost}"}))
 

@@ -18,8 +18,6 @@ FINAL = (0, 2, 130, 143)  # exit codes after which a restart would end the same 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cause:
-    """Why an attempt has failed."""
-
     code: int  # exit code for all launchers
     text: str
     lines: tuple[str, ...] = ()  # last lines of the worker
@@ -169,7 +167,6 @@ class AttemptOutcome:
         return orders
 
     def _exit(self, node: int, exit: Exit, now: float) -> None:
-        """Handles the end of a worker."""
         if exit.code == 0:
             self._some_done = True
             self._chief_done = self._chief_done or exit.rank == 0

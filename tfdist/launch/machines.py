@@ -140,7 +140,6 @@ def secret(nodes: Nodes, insecure: bool, environ: Mapping[str, str]) -> str:
 
 
 def whole(name: str, value: str | int, least: int, most: float = math.inf) -> int:
-    """Reads an integer within limits, or raises UserError."""
     text = str(value)
     is_number = text.isascii() and text.isdigit() and len(text) < 20  # Python reads no number of 4,300 digits
     if not is_number or not least <= int(text) <= most:
@@ -151,7 +150,6 @@ def whole(name: str, value: str | int, least: int, most: float = math.inf) -> in
 
 
 def seconds(name: str, text: str, least: float = math.ulp(0.0)) -> float:
-    """Reads a number of seconds, or raises UserError."""
     value = float_or_nan(text)
     if not least <= value < math.inf:
         raise UserError(f"{name} must be a {'' if least == 0 else 'positive '}number of seconds, got {text}")

@@ -110,7 +110,6 @@ class NodeLink:
         return messages
 
     def close(self, why: str) -> None:
-        """Closes the connection, for the reason given."""
         if not self.lost:
             self.lost = why
             self._events.forget(self._connection.fileno())
@@ -262,7 +261,6 @@ class NodeAgent:
         self._pending: list[wire.Message] = []
 
     def obey(self, order: wire.Message) -> None:
-        """Executes an order of node 0."""
         kind = order["order"]
         if kind == "round":
             self._start(Attempt(**order["round"]))

@@ -86,7 +86,6 @@ class Events:
         self._selector.register(fd, selectors.EVENT_READ, ready)
 
     def forget(self, fd: int) -> None:
-        """Stops watching `fd`."""
         self._selector.unregister(fd)
 
     def wake(self) -> None:
@@ -108,7 +107,6 @@ class Screen:
         self.write(f"tfdist: {line}\n".encode(), sys.stderr if error else sys.stdout)
 
     def write(self, data: bytes, stream: IO[str]) -> None:
-        """Writes bytes to standard output or error."""
         try:
             stream.flush()
             # `sys.stdout.buffer.write` would not write all of it: with PYTHONUNBUFFERED it is one write(2), which a
@@ -133,8 +131,6 @@ _LEFT_OVER = 32  # reads that empty any pipe, unless a writer has left the proce
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
-    """One worker to start."""
-
     rank: int
     command: Sequence[str]
     environ: Mapping[str, str]  # the whole environment
@@ -145,8 +141,6 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exit:
-    """How a worker ended."""
-
     rank: int
     pid: int
     host: str
@@ -163,7 +157,6 @@ class Exit:
         return 128 - self.code if self.code < 0 else self.code
 
     def describe(self) -> str:
-        """Returns a message about who ended, and how."""
         who = f"rank {self.rank} (on {self.host}, process {self.pid})"
         if self.code >= 0:
             return f"{who} ended with exit code {self.code}"

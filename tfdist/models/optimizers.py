@@ -177,7 +177,9 @@ def matching(model: keras.Model, pattern: str, what: str) -> list[int]:
         if any(fnmatch.fnmatchcase(name, pattern) for name in {*chain, *paths, variable.path}):
             matched.append(i)
     if not matched:
-        known = field_syntax.suggest(pattern.strip("*?"), tuple(dict.fromkeys(_nearest_layers(model))))
+        # Of each variable its layer, or its own name if it is of the model itself.
+        nearest = dict.fromkeys(chain[-2:][0] for chain in _chains(model))
+        known = field_syntax.suggest(pattern.strip("*?"), tuple(nearest))
         raise UserError(f"{what}: {pattern!r} matches nothing that is trained{known}")
     return matched
 
@@ -196,11 +198,6 @@ def _chains(model: keras.Model) -> list[tuple[str, ...]]:
     own = keras_internals.own_variables
     around = {id(variable): names[::-1] for layer, names in with_weights(model) for variable in own(layer)}
     return [(*around.get(id(variable), ()), variable.name) for variable in model.trainable_variables]
-
-
-def _nearest_layers(model: keras.Model) -> list[str]:
-    """What to show a person of each trainable variable: its layer, or its own name if it is of the model itself."""
-    return [chain[-2:][0] for chain in _chains(model)]
 
 
 def _by_depth(model: keras.Model, variables: list[keras.Variable], decay: float) -> list[float]:

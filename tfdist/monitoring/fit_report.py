@@ -70,7 +70,6 @@ class Report(Callback):
         return self  # KerasTuner copies the callbacks for each trial
 
     def get_state(self) -> dict[str, Any]:
-        """For a checkpoint."""
         seconds = time.monotonic() - self._begun
         record = {"seconds": seconds, "examples": self._examples, "steady": self._steady, "lines": list(self._lines)}
         return record | {"time": dataclasses.asdict(self._spent)}

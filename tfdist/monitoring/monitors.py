@@ -87,7 +87,6 @@ class Usage:
             threading.Thread(target=self._watch, name="tfdist usage", daemon=True).start()
 
     def latest(self) -> progress.Sample:
-        """Returns the newest sample."""
         if not self._numbers:
             self._sample()  # two files of /proc
         return self._latest.copy()
@@ -252,7 +251,6 @@ class Board:
             self._add(run, event_pb2.Event(wall_time=time.time(), step=update, summary=summary))
 
     def close(self) -> None:
-        """Closes the files."""
         for writer in self._writers.values():
             self._try(writer.close)
         self._writers.clear()

@@ -101,7 +101,6 @@ class Segments:
         self._began = False
 
     def get_state(self) -> dict[str, object]:
-        """For a checkpoint."""
         own = self._own._replace(saved=time.time())
         return {"launch": self._launch, "begun": [list(begun) for begun in (*self._before.values(), own)]}
 
@@ -116,7 +115,6 @@ class Segments:
         self._before = {each.attempt: each for each in begun if each.attempt < self._own.attempt}
 
     def updated(self) -> None:
-        """Records that an update was made."""
         self._began = True
         if self._own.first is None:
             self._own = self._own._replace(first=time.time())
@@ -207,7 +205,6 @@ class Recorder(Callback):
         self._lines: list[dict] = []  # of `history.jsonl`, without the evaluation at the end
 
     def get_state(self) -> dict:
-        """For a checkpoint."""
         return {
             "updates": self.updates,
             "in_epoch": self._in_epoch,

@@ -53,8 +53,6 @@ def places(parallel: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Pla
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Search:
-    """The settings of a study."""
-
     space: space.Space
     base: config.Experiment
     metric: str = ""  # as asked for; the study takes the loss where none is

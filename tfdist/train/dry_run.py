@@ -134,7 +134,6 @@ def lines(
 
 
 def _rates(rate: float | keras.Variable | keras.optimizers.schedules.LearningRateSchedule, plan: Plan) -> str:
-    """Describes the learning rate along the run."""
     if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         return f"{float(np.asarray(rate)):g} throughout"
     updates = {1, plan.warmup + 1, max(1, plan.updates // 2), *(b + 1 for b in plan.decay.boundaries), plan.updates}

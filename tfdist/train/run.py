@@ -194,7 +194,6 @@ class Run:
         write_result(self._folder, self._result("failed", reason), silent=True)
 
     def _result(self, status: str, reason: str) -> Result:
-        """Returns the result so far."""
         recorder, distribution = self._recorder, self._distribution
         return Result(
             status=status,

@@ -19,7 +19,6 @@ FIRST = ("config", "strategy", "devices", "workdir", "resume", "dry_run")  # fla
 
 
 def is_asked(argv: list[str]) -> bool:
-    """Returns whether a command line asks for help."""
     return bool(ASKED.intersection(argv))
 
 
@@ -56,8 +55,6 @@ _LISTS = {"`MODELS`": definition.MODELS, "`APPLICATIONS`": ("a network of keras.
 
 
 class FieldDoc(NamedTuple):
-    """Documentation of a field."""
-
     name: str  # on the command line, without dashes: `config.train.epochs`
     kind: str  # its type, as Python writes it
     value: str  # its value here; that of the default experiment where no other is looked at

@@ -152,7 +152,6 @@ def _stored(dtype: np.dtype) -> np.dtype:
 
 
 def _shape(parts: Sequence[Part], options: Options, what: str) -> tuple[int, ...]:
-    """Returns the shape of an input."""
     name, first, _ = parts[0]
     for other, array, _ in parts:
         if (array.shape[1:], _stored(array.dtype)) != (first.shape[1:], _stored(first.dtype)):

@@ -61,7 +61,6 @@ class TFRecordIndex:
         return contents
 
     def name(self, row: int) -> str:
-        """Names a record in a message."""
         return f"record {self.numbers[row]} of {self.paths[self.files[row]]}"
 
 
@@ -141,8 +140,6 @@ def _is_whole(record: bytes, check: bytes) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Feature:
-    """One feature of an example."""
-
     name: str
     kind: str
     shape: tuple[int, ...] = ()

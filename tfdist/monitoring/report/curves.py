@@ -17,15 +17,14 @@ def learning(record: Record) -> Html:
     if not epochs:
         names = {"loss"} if samples else set()
     marks = [mark for mark in _marks(record, "updates") if mark.kind != "checkpoint"]
-    smoothing = number(mapping(record.experiment.get("train")).get("label_smoothing"))
-    smoothed = f"label smoothing {smoothing:g}" if smoothing else ""  # why it stays above 0
     charts = []
     for name in sorted(names, key=lambda name: (name != "loss", name)):
         within = curve("within epochs", samples, name)._replace(faint=True)
         training, validation = curve("training", epochs, name), curve("validation", epochs, f"val_{name}", color=2)
         lines = [training, validation, within] if training.known else [within, training, validation]
-        unit, note = smoothed * (name == "loss"), _not_finite(epochs, name)
-        charts.append(plot(title(name), lines, unit=unit, marks=marks, note=note, text=value))
+        odd = [f"{line['epoch']:.0f}" for line in epochs if None in (line.get(name, 0), line.get(f"val_{name}", 0))]
+        note = f"Not finite at the end of epoch {', '.join(odd[:8])}{', ...' * (len(odd) > 8)}." if odd else ""
+        charts.append(plot(title(name), lines, marks=marks, note=note, text=value))
     rate = curve("rate", samples or epochs, "learning_rate")
     charts.append(plot("Learning rate", [rate], from_zero=True, marks=marks))
     charts.append(plot("Gradient norm", [curve("norm", samples or epochs, "gradient_norm")], marks=marks))
@@ -50,9 +49,7 @@ def speed(record: Record) -> Html:
     charts.append(plot("Time not spent computing", shares, across, "%", True))
     cores = number(record.environment.get("cpus"))
     charts.append(plot("CPU", over_time("busy", "cpu"), across, f"cores of {cores:.0f}" if cores else "cores", True))
-    most = max((number(line.get("memory")) or 0 for line in lines), default=0)
-    size, bytes_unit = (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
-    charts.append(plot("Memory of this process", over_time("resident", "memory", size), across, bytes_unit, True))
+    charts.append(plot("Memory of this process", over_time("resident", "memory", 2**30), across, "GiB", True))
     charts.append(plot("GPU load", _gpu_lines(samples, "load", unit, 0.01), across, "%", True))
     used = _gpu_lines(samples, "memory_used", unit, 1024.0)
     total = max((number(g.get("memory_total")) or 0 for s in samples for g in _gpus(s)), default=0)
@@ -92,20 +89,8 @@ def _gpus(sample: dict) -> list[dict]:
 
 
 def _gpu_lines(samples: list[dict], key: str, unit: float, scale: float) -> list[Line]:
-    """Returns a line per GPU."""
     xs = [(number(s["seconds"]) or 0) / unit for s in samples]
     tables = [{g.get("number"): number(g.get(key)) for g in _gpus(s)} for s in samples]
     gpus = list(dict.fromkeys(gpu for row in tables for gpu in row))
     rows = [[None if (y := row.get(gpu)) is None else y / scale for gpu in gpus] for row in tables]
     return [Line(f"GPU {gpu}", xs, [row[i] for row in rows], i % 6 + 1) for i, gpu in enumerate(gpus)]
-
-
-def _not_finite(epochs: list[dict], name: str) -> str:
-    """Lists the epochs whose value is missing, which the curve shows as a gap."""
-    texts = []
-    for key, what in ((name, "training"), (f"val_{name}", "validation")):
-        odd = [f"{line['epoch']:.0f}" for line in epochs if key in line and line[key] is None]
-        if odd:
-            shown = ", ".join(odd[:8]) + (f" and {len(odd) - 8} more" if len(odd) > 8 else "")
-            texts.append(f"Not finite in {what} at the end of epoch {shown}.")
-    return " ".join(texts)

@@ -21,8 +21,6 @@ _MARKS = 200  # checkpoints that are marked at most, and other events
 
 
 class Line(NamedTuple):
-    """One curve."""
-
     name: str
     xs: Sequence[float]
     ys: Sequence[float | None]  # None is a gap

@@ -170,15 +170,13 @@ def _header(record: Record) -> Html:
     # The file has those before a rollback to the same checkpoint too.
     for rollback in max(logged, [mapping(r) for r in sequence(result.get("rollbacks"))], key=len)[:10]:
         skipped = [str(update) for update in sequence(rollback.get("skipped"))]
-        left_out = ", ".join(skipped[:12]) + (f" and {len(skipped) - 12} more" if len(skipped) > 12 else "")
-        events.append(f"Loss not finite: went back to update {rollback.get('to')} and left out {left_out}.")
+        events.append(f"Loss not finite: went back to update {rollback.get('to')} and left out {_short(skipped, 12)}.")
     if events:
         parts.append(tag("ul", *(tag("li", text) for text in events), class_="happened", id="happened"))
     return join(*parts)
 
 
 def _figures(record: Record) -> Html:
-    """Returns the key figures."""
     result = {name: y for name, v in record.result.items() if (y := number(v)) is not None}
     metrics = {name: number(v) for name, v in mapping(record.result.get("evaluation")).items()}
     tiles = [(curves.title(name), value(y), "") for name, y in metrics.items() if y is not None]

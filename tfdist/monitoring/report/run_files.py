@@ -9,8 +9,6 @@ from tfdist.config import local_files
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """One run folder."""
-
     path: pathlib.Path
     experiment: dict
     environment: dict
