@@ -229,8 +229,8 @@ def no_network(*arguments):
         ({"name": "imagenette"}, "run `tfds build imagenette --file_format=array_record` where"),
         ({"name": "cifar10", "cache": "stream"}, "run `tfds build cifar10 --file_format=array_record` where"),
         ({"name": "imagenet2012"},
-         (r"data set 'imagenet2012' cannot be prepared in .*: put into .*/downloads/manual what TFDS asks for: "
-          r"manual_dir should contain two files: ILSVRC2012_img_train.tar and")),
+         (r"data set 'imagenet2012' has to be downloaded by hand, from https://image-net.org/, into "
+          r".*/downloads/manual: manual_dir should contain two files: ILSVRC2012_img_train.tar and")),
         ({"name": "cvs:/a.csv"}, "data.name='cvs:/a.csv' is not accepted by TFDS: "),
         ({"name": "cifa10"}, "unknown data.name 'cifa10': did you mean 'cifar10'"),
     ],

@@ -131,11 +131,14 @@ def _importing_no_features(name: str) -> Iterator[None]:
 def _prepare(builder: tfds.core.DatasetBuilder, name: str, by_number: bool) -> None:
     """Downloads and prepares, which TFDS does atomically."""
     by_hand, folder = builder.MANUAL_DOWNLOAD_INSTRUCTIONS, os.path.join(builder.data_dir_root, "downloads", "manual")
+    if by_hand and not (os.path.isdir(folder) and os.listdir(folder)):
+        raise UserError(
+            f"data set {name!r} has to be downloaded by hand, from {builder.info.homepage}, into {folder}: "
+            f"{one_line(by_hand, 600)}"
+        )
     command = f"tfds build {name}" + " --file_format=array_record" * by_number
     elsewhere = f"run `{command}` where there is a network, copy what it makes, and set data.data_dir"
-    if by_hand:
-        elsewhere = f"put into {folder} what TFDS asks for: {one_line(by_hand, 600)}"
-    elif host := _unreachable(builder):
+    if host := _unreachable(builder):
         raise UserError(
             f"data set {name!r} is not in {builder.data_dir} and cannot be downloaded: {host} is not found: {elsewhere}"
         )
@@ -147,6 +150,8 @@ def _prepare(builder: tfds.core.DatasetBuilder, name: str, by_number: bool) -> N
     except Exception as error:  # TFDS lets through whatever its downloads raise
         if isinstance(error, OSError) and error.filename:
             raise UserError(f"data.data_dir is not usable: {one_line(error, 300)}", "choose another folder") from error
+        if by_hand:
+            elsewhere = f"put into {folder} what TFDS asks for: {one_line(by_hand, 600)}"
         raise UserError(
             f"data set {name!r} cannot be prepared in {builder.data_dir}: {one_line(error, 300)}: {elsewhere}"
         ) from error
