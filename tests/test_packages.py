@@ -14,15 +14,11 @@ LIBRARIES = [
 ]  # fmt: skip
 """The packages below the commands, from the bottom up: each may import from those before it."""
 MAY_IMPORT = {
-    **{package: LIBRARIES[:i] for i, package in enumerate(LIBRARIES) if i},
-    "evaluate": [*LIBRARIES, "inference"],
-    "predict": [*LIBRARIES, "inference"],
-    "export": [*LIBRARIES, "inference"],
-    "sweep": [*LIBRARIES, "compare"],
-    "train": [*LIBRARIES, "topology"],
-    "run": [*LIBRARIES, "launch"],
+    **{package: LIBRARIES[:i] for i, package in enumerate(LIBRARIES) if i}, "evaluate": [*LIBRARIES, "inference"],
+    "predict": [*LIBRARIES, "inference"], "export": [*LIBRARIES, "inference"], "sweep": [*LIBRARIES, "compare"],
+    "train": [*LIBRARIES, "topology"], "run": [*LIBRARIES, "launch"],
     **dict.fromkeys(["topology", "launch", "doctor", "compare", "inference", "horovod_build"], LIBRARIES),
-}
+}  # fmt: skip
 """Which packages a package may import from, besides itself. Those at the root may import from all."""
 
 

@@ -91,13 +91,10 @@ def test_only_public_names_are_listed():
     assert [name for name in dir(tfdist) if not name.startswith("__")] == sorted(tfdist.__all__)
 
 
-@pytest.mark.parametrize(
-    ("function", "owner", "others"),
-    [
-        (tfdist.connect, PlacementOptions, set()),
-        (tfdist.load_data, config.Data, {"name", "shuffle", "batch_size", "seed"}),  # fit shuffles
-    ],
-)
+@pytest.mark.parametrize(("function", "owner", "others"), [
+    (tfdist.connect, PlacementOptions, set()),
+    (tfdist.load_data, config.Data, {"name", "shuffle", "batch_size", "seed"}),  # fit shuffles
+])  # fmt: skip
 def test_options_of_a_function_are_the_fields_they_stand_for(function, owner, others):
     parameters = {p.name: p.default for p in inspect.signature(function).parameters.values()}
     fields = {field.name: field.default for field in dataclasses.fields(owner)}

@@ -190,13 +190,9 @@ def test_any_experiment_in_this_process(given_settings):
 # -- other commands --------------------------------------------------------------------
 
 OTHERS = {
-    "launch": ["--dry_run"],
-    "evaluate": [],
-    "predict": [],
-    "export": [],
-    "compare": ["--dry_run"],
+    "launch": ["--dry_run"], "evaluate": [], "predict": [], "export": [], "compare": ["--dry_run"],
     "doctor": ["--time_limit=5", "--devices=none"],
-}
+}  # fmt: skip
 """Commands, and what keeps them from doing much; `horovod_build` would compile for minutes."""
 NOT_DRAWN = {"flagfile", "config", "time_limit", "help", "helpfull", "nnodes"}
 """Flags that make a command wait for others, as it should."""

@@ -61,11 +61,8 @@ def changed(path, value):
 
 
 FORGED = [
-    ("{}", "no object 'position'"),
-    ("[]", "a list instead of an object"),
-    ("3", "a int instead of an object"),
-    (DEEP, "cannot be read"),
-    (changed("position", []), "no object 'position'"),
+    ("{}", "no object 'position'"), ("[]", "a list instead of an object"), ("3", "a int instead of an object"),
+    (DEEP, "cannot be read"), (changed("position", []), "no object 'position'"),
     (changed("position.update", "DROP"), "no 'update' in 'position'"),
     (changed("position.epoch", -1), "'epoch' in 'position'"),
     (changed("position.update", 10**30), "'update' in 'position'"),
@@ -73,8 +70,7 @@ FORGED = [
     (changed("position.logs", {"loss": "low"}), "'logs' in 'position'"),
     (changed("best.update", "x"), "'update' in 'best'"),
     (changed("history", {"loss": 3}), "no 'history' as it should be"),
-    (changed("epochs", [[]]), "no 'epochs' as it should be"),
-    (changed("run", "x"), "no 'run' as it should be"),
+    (changed("epochs", [[]]), "no 'epochs' as it should be"), (changed("run", "x"), "no 'run' as it should be"),
     (changed("callbacks", "DROP"), "no 'callbacks' as it should be"),
     (changed("experiment", []), "no 'experiment' as it should be"),
     (changed("experiment", {"config.seed": None}), "no 'experiment' as it should be"),
@@ -86,7 +82,7 @@ FORGED = [
     (changed("position.begun", 31), "'update' is 40 and 'begun' 31 in 'position', in epoch 1 of epochs of 30 updates"),
     (changed("position.examples", 10**9), "'examples' is 1000000000 in 'position', after 10 updates of 48 examples"),
     (changed("position.examples", math.nan), "'examples' is nan in 'position', after 10 updates of 48 examples"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text, why", FORGED, ids=[why for _, why in FORGED])

@@ -68,19 +68,13 @@ def test_a_strangers_folder_is_not_run(run, tmp_path, monkeypatch):
     assert (tmp_path / "called").exists(), "and with the flag it is called"
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("data_name", "os:system"),
-        ("data_name", "namespace:of/others"),  # of TFDS, which fetches code then
-        ("data_name", "tfdist.distributed.child_process:start"),  # with arguments of the folder
-        ("model_name", "os:system"),
-        ("optimizer_name", "os:system"),
-        ("train_loss", "os:system(command='true')"),
-        ("train_metrics", "accuracy, os:system"),
-        ("train_callbacks", "EarlyStopping(patience=3), os:system"),
-    ],
-)
+@pytest.mark.parametrize("field, value", [
+    ("data_name", "os:system"),
+    ("data_name", "namespace:of/others"),  # of TFDS, which fetches code then
+    ("data_name", "tfdist.distributed.child_process:start"),  # with arguments of the folder
+    ("model_name", "os:system"), ("optimizer_name", "os:system"), ("train_loss", "os:system(command='true')"),
+    ("train_metrics", "accuracy, os:system"), ("train_callbacks", "EarlyStopping(patience=3), os:system"),
+])  # fmt: skip
 def test_every_field_that_names_code(field, value, tmp_path):
     (tmp_path / "experiment.json").write_text(json.dumps(dataclasses.asdict(naming(**{field: value}))))
     assert f"{field.replace('_', '.')}=" in refused(tmp_path)

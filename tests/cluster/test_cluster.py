@@ -231,12 +231,10 @@ IN_A_NETWORK = [
     Cluster("TF_CONFIG", 0, 2, master="127.0.0.1:1", addresses=("127.0.0.1:1", "10.0.0.5:1")),
 ]
 ON_ONE_MACHINE = [
-    ALONE,
-    Cluster("PMI", 1, 2),
-    Cluster("torchrun's variables", 1, 4, master="localhost:29500"),
+    ALONE, Cluster("PMI", 1, 2), Cluster("torchrun's variables", 1, 4, master="localhost:29500"),
     Cluster("torchrun's variables", 1, 4, master="[::1]:29500"),
     Cluster("TF_CONFIG", 0, 2, master="127.0.0.1:1", addresses=("127.0.0.1:1", "127.0.0.2:1")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("workers", IN_A_NETWORK)

@@ -27,31 +27,26 @@ DLC = env("RANK=1 WORLD_SIZE=2 MASTER_ADDR=dlc-master-0 MASTER_PORT=23456 NPROC_
 LOCAL = env("LOCAL_RANK=0 LOCAL_WORLD_SIZE=1")
 
 
-@pytest.mark.parametrize(
-    "environ, expected",
-    [
-        ({}, None),
-        (env("RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1"), None),
-        (env("MLP_WORKER_NUM="), None),
-        (MLP, ("MLP_WORKER_NUM", 2, 1, 8, "10.0.0.5", 2222)),
-        ({k: v for k, v in MLP.items() if k != "MLP_WORKER_GPU"}, ("MLP_WORKER_NUM", 2, 1, 0, "10.0.0.5", 2222)),
-        (MLP | {"MLP_WORKER_0_HOST": "fd00::5"}, ("MLP_WORKER_NUM", 2, 1, 8, "fd00::5", 2222)),
-        (env("MLP_WORKER_NUM=1 MLP_WORKER_GPU=4"), ("MLP_WORKER_NUM", 1, 0, 4, "", 0)),
-        (KUBEFLOW, ("PET_NNODES", 2, 1, 4, "job-node-0-0.job", 29400)),
-        (KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}, ("PET_NNODES", 2, 1, 0, "job-node-0-0.job", 29400)),
-        (KUBEFLOW | {"PET_MASTER_PORT": ""}, ("PET_NNODES", 2, 1, 4, "job-node-0-0.job", 29500)),
-        (env("PET_NNODES=1"), ("PET_NNODES", 1, 0, 0, "", 0)),
-        (KUBEFLOW | {"PET_NNODES": "1:3"}, ("PET_NNODES", 3, 1, 4, "job-node-0-0.job", 29400, 1)),
-        (PYTORCHJOB, ("PET_NNODES", 3, -1, 1, "job-worker-0", 23456, 1)),
-        (PYTORCHJOB | {"PET_NNODES": "1:1"}, ("PET_NNODES", 1, 0, 1, "job-worker-0", 23456)),
-        (SAGEMAKER, ("SM_HOSTS", 3, 1, 8, "algo-1", 29500)),
-        (env("SM_CURRENT_HOST=algo-1", SM_HOSTS='["algo-1"]'), ("SM_HOSTS", 1, 0, 0, "algo-1", 29500)),
-        (SKYPILOT, ("SKYPILOT_NODE_RANK", 2, 1, 4, "10.0.0.5", 29500)),
-        (DLC, ("NPROC_PER_NODE", 2, 1, 8, "dlc-master-0", 23456)),
-        (DLC | LOCAL, None),  # a launcher has counted workers
-        (SKYPILOT | KUBEFLOW, ("PET_NNODES", 2, 1, 4, "job-node-0-0.job", 29400)),
-    ],
-)
+@pytest.mark.parametrize("environ, expected", [
+    ({}, None), (env("RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1"), None), (env("MLP_WORKER_NUM="), None),
+    (MLP, ("MLP_WORKER_NUM", 2, 1, 8, "10.0.0.5", 2222)),
+    ({k: v for k, v in MLP.items() if k != "MLP_WORKER_GPU"}, ("MLP_WORKER_NUM", 2, 1, 0, "10.0.0.5", 2222)),
+    (MLP | {"MLP_WORKER_0_HOST": "fd00::5"}, ("MLP_WORKER_NUM", 2, 1, 8, "fd00::5", 2222)),
+    (env("MLP_WORKER_NUM=1 MLP_WORKER_GPU=4"), ("MLP_WORKER_NUM", 1, 0, 4, "", 0)),
+    (KUBEFLOW, ("PET_NNODES", 2, 1, 4, "job-node-0-0.job", 29400)),
+    (KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}, ("PET_NNODES", 2, 1, 0, "job-node-0-0.job", 29400)),
+    (KUBEFLOW | {"PET_MASTER_PORT": ""}, ("PET_NNODES", 2, 1, 4, "job-node-0-0.job", 29500)),
+    (env("PET_NNODES=1"), ("PET_NNODES", 1, 0, 0, "", 0)),
+    (KUBEFLOW | {"PET_NNODES": "1:3"}, ("PET_NNODES", 3, 1, 4, "job-node-0-0.job", 29400, 1)),
+    (PYTORCHJOB, ("PET_NNODES", 3, -1, 1, "job-worker-0", 23456, 1)),
+    (PYTORCHJOB | {"PET_NNODES": "1:1"}, ("PET_NNODES", 1, 0, 1, "job-worker-0", 23456)),
+    (SAGEMAKER, ("SM_HOSTS", 3, 1, 8, "algo-1", 29500)),
+    (env("SM_CURRENT_HOST=algo-1", SM_HOSTS='["algo-1"]'), ("SM_HOSTS", 1, 0, 0, "algo-1", 29500)),
+    (SKYPILOT, ("SKYPILOT_NODE_RANK", 2, 1, 4, "10.0.0.5", 29500)),
+    (DLC, ("NPROC_PER_NODE", 2, 1, 8, "dlc-master-0", 23456)),
+    (DLC | LOCAL, None),  # a launcher has counted workers
+    (SKYPILOT | KUBEFLOW, ("PET_NNODES", 2, 1, 4, "job-node-0-0.job", 29400)),
+])  # fmt: skip
 def test_node(environ, expected):
     assert env_vars.platform_node(environ) == (expected and env_vars.PlatformNode(*expected))
 
@@ -82,22 +77,16 @@ def test_what_makes_no_sense(environ, message):
 HOROVOD = env("HOROVOD_RANK=3 HOROVOD_SIZE=4 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2")
 
 
-@pytest.mark.parametrize(
-    "environ, expected",
-    [
-        (KUBEFLOW, Cluster("PET_NNODES", 1, 2, 0, 1, "job-node-0-0.job:29400")),
-        (SAGEMAKER, Cluster("SM_HOSTS", 1, 3, 0, 1, "algo-1:29500")),
-        (SKYPILOT, Cluster("SKYPILOT_NODE_RANK", 1, 2, 0, 1, "10.0.0.5:29500")),
-        (DLC, Cluster("NPROC_PER_NODE", 1, 2, 0, 1, "dlc-master-0:23456")),
-        # Nodes are not counted where a launcher has counted workers.
-        (DLC | HOROVOD, Cluster("horovodrun", 3, 4, 1, 2, "")),
-        (SAGEMAKER | HOROVOD, Cluster("horovodrun", 3, 4, 1, 2)),
-        (
-            KUBEFLOW | env("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=a MASTER_PORT=1"),
-            Cluster("torchrun's variables", 5, 8, 1, 4, "a:1"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("environ, expected", [
+    (KUBEFLOW, Cluster("PET_NNODES", 1, 2, 0, 1, "job-node-0-0.job:29400")),
+    (SAGEMAKER, Cluster("SM_HOSTS", 1, 3, 0, 1, "algo-1:29500")),
+    (SKYPILOT, Cluster("SKYPILOT_NODE_RANK", 1, 2, 0, 1, "10.0.0.5:29500")),
+    (DLC, Cluster("NPROC_PER_NODE", 1, 2, 0, 1, "dlc-master-0:23456")),
+    # Nodes are not counted where a launcher has counted workers.
+    (DLC | HOROVOD, Cluster("horovodrun", 3, 4, 1, 2, "")), (SAGEMAKER | HOROVOD, Cluster("horovodrun", 3, 4, 1, 2)),
+    (KUBEFLOW | env("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=a MASTER_PORT=1"),
+     Cluster("torchrun's variables", 5, 8, 1, 4, "a:1")),
+])  # fmt: skip
 def test_one_worker_on_each_node(environ, expected):
     assert discovery.find(environ) == expected
 
@@ -142,24 +131,20 @@ def test_what_is_no_worker_is_refused(environ, message):
         discovery.find(environ)
 
 
-@pytest.mark.parametrize(
-    "flags, environ, expected",
-    [
-        ([], KUBEFLOW, dict(WORLD_SIZE="8", RANK="4", GROUP_RANK="1", MASTER_PORT="29400")),
-        ([], KUBEFLOW | {"PET_NNODES": "1:3"}, dict(WORLD_SIZE="12", RANK="4", MASTER_ADDR="job-node-0-0.job")),
-        (["--nnodes=1:2"], KUBEFLOW, dict(WORLD_SIZE="8", RANK="4", MASTER_PORT="29400")),
-        ([], PYTORCHJOB, dict(WORLD_SIZE="3", MASTER_ADDR="job-worker-0", MASTER_PORT="23456")),
-        ([], SAGEMAKER, dict(WORLD_SIZE="24", RANK="8", GROUP_RANK="1", MASTER_ADDR="algo-1", MASTER_PORT="29500")),
-        ([], SKYPILOT, dict(WORLD_SIZE="8", RANK="4", MASTER_ADDR="10.0.0.5")),
-        ([], DLC, dict(WORLD_SIZE="16", RANK="8", MASTER_ADDR="dlc-master-0", MASTER_PORT="23456")),
-        (["--nproc_per_node=1"], DLC, dict(WORLD_SIZE="2", RANK="1")),
-        (["--nnodes=3", "--master_addr=w0"], {"JOB_COMPLETION_INDEX": "2"}, dict(WORLD_SIZE="3", RANK="2")),
-        (["--nnodes=1"], {"JOB_COMPLETION_INDEX": "2"}, dict(WORLD_SIZE="1", RANK="0")),
-        ([], KUBEFLOW | {"JOB_COMPLETION_INDEX": "1"}, dict(WORLD_SIZE="8", RANK="4")),
-        ([], env("PET_NNODES=1 JOB_COMPLETION_INDEX=0"), dict(WORLD_SIZE="1", RANK="0")),
-    ],
-    ids=lambda v: " ".join(v) if isinstance(v, (list, dict)) else "",
-)
+@pytest.mark.parametrize("flags, environ, expected", [
+    ([], KUBEFLOW, dict(WORLD_SIZE="8", RANK="4", GROUP_RANK="1", MASTER_PORT="29400")),
+    ([], KUBEFLOW | {"PET_NNODES": "1:3"}, dict(WORLD_SIZE="12", RANK="4", MASTER_ADDR="job-node-0-0.job")),
+    (["--nnodes=1:2"], KUBEFLOW, dict(WORLD_SIZE="8", RANK="4", MASTER_PORT="29400")),
+    ([], PYTORCHJOB, dict(WORLD_SIZE="3", MASTER_ADDR="job-worker-0", MASTER_PORT="23456")),
+    ([], SAGEMAKER, dict(WORLD_SIZE="24", RANK="8", GROUP_RANK="1", MASTER_ADDR="algo-1", MASTER_PORT="29500")),
+    ([], SKYPILOT, dict(WORLD_SIZE="8", RANK="4", MASTER_ADDR="10.0.0.5")),
+    ([], DLC, dict(WORLD_SIZE="16", RANK="8", MASTER_ADDR="dlc-master-0", MASTER_PORT="23456")),
+    (["--nproc_per_node=1"], DLC, dict(WORLD_SIZE="2", RANK="1")),
+    (["--nnodes=3", "--master_addr=w0"], {"JOB_COMPLETION_INDEX": "2"}, dict(WORLD_SIZE="3", RANK="2")),
+    (["--nnodes=1"], {"JOB_COMPLETION_INDEX": "2"}, dict(WORLD_SIZE="1", RANK="0")),
+    ([], KUBEFLOW | {"JOB_COMPLETION_INDEX": "1"}, dict(WORLD_SIZE="8", RANK="4")),
+    ([], env("PET_NNODES=1 JOB_COMPLETION_INDEX=0"), dict(WORLD_SIZE="1", RANK="0")),
+], ids=lambda v: " ".join(v) if isinstance(v, (list, dict)) else "")  # fmt: skip
 def test_defaults_of_the_launcher(flags, environ, expected, planned):  # noqa: F811
     given = environ | {"TFDIST_SECRET": "hush"}
     words = launch_main.dry_run(planned(*flags, "--dry_run", "--", "actor.py", **given), given).split()

@@ -81,13 +81,9 @@ def member(tmp_path):
         rank, then="peers.leave()", size=2, before="", constants=None, facts=None, start=20, stall=600, **cluster
     ):
         given = {
-            "cluster": {"rank": rank, "size": size, **cluster},
-            "facts": facts or {},
-            "timeouts": [start, stall],
-            "then": then,
-            "before": before,
-            "constants": {**QUICK, **(constants or {})},
-        }
+            "cluster": {"rank": rank, "size": size, **cluster}, "facts": facts or {}, "timeouts": [start, stall],
+            "then": then, "before": before, "constants": {**QUICK, **(constants or {})},
+        }  # fmt: skip
         started.append(Member(tmp_path, given))
         return started[-1]
 
@@ -623,15 +619,13 @@ def _echo(listener):
 
 
 BROKEN = [
-    (b'{"half": ', "no answer within 0 s"),
-    (b"", "no answer within 0 s"),
-    (b"garbage", "it does not speak tfdist's protocol"),
-    (b"{not json}\n", "it does not speak tfdist's protocol"),
+    (b'{"half": ', "no answer within 0 s"), (b"", "no answer within 0 s"),
+    (b"garbage", "it does not speak tfdist's protocol"), (b"{not json}\n", "it does not speak tfdist's protocol"),
     (b'{"long": "' + b"x" * 5000, "a message that is too long"),
     (b'{"long": "' + b"x" * 5000 + b'"}\n', "a message that is too long"),
     (b'{"a": ' + b"[" * 2000 + b"]" * 2000 + b"}\n", "a message that is nested too deeply"),
     (b'{"a": ' + b"[" * 2000 + b"\n", "a message that is nested too deeply"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("words, problem", BROKEN, ids=lambda v: v[:20])

@@ -102,15 +102,11 @@ def test_a_sum_that_is_not_taken_is_found_and_its_variable_named(compared):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    "broken, options, verdict",
-    [
-        (True, "--config.model.options=dropout=0.2", "different"),
-        (False, "--config.model.options=dropout=0.2", "checked"),
-        (True, "--config.model.sync_batch_norm=False", "different"),
-        (False, "--config.model.sync_batch_norm=False", "checked"),
-    ],
-)
+@pytest.mark.parametrize("broken, options, verdict", [
+    (True, "--config.model.options=dropout=0.2", "different"), (False, "--config.model.options=dropout=0.2", "checked"),
+    (True, "--config.model.sync_batch_norm=False", "different"),
+    (False, "--config.model.sync_batch_norm=False", "checked"),
+])  # fmt: skip
 def test_no_layer_that_may_differ_excuses_a_sum_that_is_not_taken(broken, options, verdict, tmp_path, tfds_dir):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "sitecustomize.py").write_text(BROKEN if broken else "")
@@ -345,19 +341,16 @@ def one(folder, code, name="default 1"):
     return trial.Trial(name, "default", 1, 1, (sys.executable, "-c", code), folder / "run")
 
 
-@pytest.mark.parametrize(
-    "code, status, reason",
-    [
-        ("pass", "completed", ""),
-        ("print('[0] tfdist: error: no such thing: do this'); exit(2)", "unavailable", "no such thing: do this"),
-        ("print('[0]<stderr>:tfdist: error: not here'); print('Process 0 exit'); exit(1)", "unavailable", "not here"),
-        ("print('[1]<stdout>:tfdist: failed: worker 1'); print('later'); exit(1)", "failed", "worker 1"),
-        ("raise ZeroDivisionError('once')", "failed", "ZeroDivisionError: once"),
-        ("import os; os.kill(os.getpid(), 9)", "failed", "it was killed by SIGKILL"),
-        ("print('so long'); exit(3)", "failed", "it ended with exit code 3: so long"),
-        ("exit(3)", "failed", "it ended with exit code 3"),
-    ],
-)
+@pytest.mark.parametrize("code, status, reason", [
+    ("pass", "completed", ""),
+    ("print('[0] tfdist: error: no such thing: do this'); exit(2)", "unavailable", "no such thing: do this"),
+    ("print('[0]<stderr>:tfdist: error: not here'); print('Process 0 exit'); exit(1)", "unavailable", "not here"),
+    ("print('[1]<stdout>:tfdist: failed: worker 1'); print('later'); exit(1)", "failed", "worker 1"),
+    ("raise ZeroDivisionError('once')", "failed", "ZeroDivisionError: once"),
+    ("import os; os.kill(os.getpid(), 9)", "failed", "it was killed by SIGKILL"),
+    ("print('so long'); exit(3)", "failed", "it ended with exit code 3: so long"),
+    ("exit(3)", "failed", "it ended with exit code 3"),
+])  # fmt: skip
 def test_how_a_run_ends(code, status, reason, tmp_path):
     outcome = trial.run(one(tmp_path, code), TIMEOUT_S)
     assert (outcome.status, outcome.reason) == (status, reason)
@@ -394,16 +387,11 @@ signal.pause()
     assert (outcome.status, outcome.reason) == ("failed", "it was not over after 0.2 s (--time_limit)")
 
 
-@pytest.mark.parametrize(
-    "outcome, error",
-    [
-        (
-            trial.Outcome("unavailable", 1.0, "no such data"),
-            (UserError, "the experiment does not run on one device: no such data"),
-        ),
-        (trial.Outcome("failed", 1.0, "lost"), (TrainingError, "the reference, default 1, has failed: lost")),
-    ],
-)
+@pytest.mark.parametrize("outcome, error", [
+    (trial.Outcome("unavailable", 1.0, "no such data"),
+     (UserError, "the experiment does not run on one device: no such data")),
+    (trial.Outcome("failed", 1.0, "lost"), (TrainingError, "the reference, default 1, has failed: lost")),
+])  # fmt: skip
 def test_nothing_is_compared_with_a_reference_that_does_not_run(outcome, error, tmp_path, monkeypatch, capsys):
     def run(*arguments):
         assert (tmp_path / "compare.json").exists(), "killed now, it must be known for a comparison's folder"

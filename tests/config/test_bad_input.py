@@ -477,17 +477,14 @@ def test_no_number(field, value):
     assert refused(validation.validate, e) == f"{group}.{field} must be a finite number, got {value}"
 
 
-@pytest.mark.parametrize(
-    "field, value, with_, shown",
-    [
-        ("train.monitor", "val_accuracy", {"train.patience": 2}, "train.patience"),
-        ("train.max_rollbacks", 7, {"train.on_nonfinite": "rollback"}, "train.on_nonfinite=rollback"),
-        ("data.resize", "pad", {"data.image_size": "8"}, "data.image_size"),
-        ("data.on_error", "skip", {"data.name": "csv:a.csv"}, "files to skip"),
-        ("data.data_dir", "/data", {"data.name": "mnist"}, "a TFDS name in data.name"),
-        ("checkpoint.keep", 9, {"checkpoint.every": "1 epoch"}, "checkpoint.every"),
-    ],
-)
+@pytest.mark.parametrize("field, value, with_, shown", [
+    ("train.monitor", "val_accuracy", {"train.patience": 2}, "train.patience"),
+    ("train.max_rollbacks", 7, {"train.on_nonfinite": "rollback"}, "train.on_nonfinite=rollback"),
+    ("data.resize", "pad", {"data.image_size": "8"}, "data.image_size"),
+    ("data.on_error", "skip", {"data.name": "csv:a.csv"}, "files to skip"),
+    ("data.data_dir", "/data", {"data.name": "mnist"}, "a TFDS name in data.name"),
+    ("checkpoint.keep", 9, {"checkpoint.every": "1 epoch"}, "checkpoint.every"),
+])  # fmt: skip
 def test_a_field_that_changes_nothing_is_told(field, value, with_, shown):
     e = config.Experiment(data=config.Data(name="synthetic"), checkpoint=config.Checkpoint(every="off"))
     assert not validation.without_effect(e)

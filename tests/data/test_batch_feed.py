@@ -17,16 +17,11 @@ from tfdist.data.sources import Batches
 
 X = np.random.default_rng(1).normal(size=(12, 3)).astype("float32")
 COLUMNS = {
-    "class numbers": np.arange(12) % 5,
-    "one-hot rows": np.eye(5, dtype="uint8")[np.arange(12) % 5],
-    "fractions": X[:, 0],
-    "double": X.astype("float64"),
-    "half": X.astype("float16"),
-    "truth values": np.arange(12) % 3 == 0,
-    "texts": np.array([f"label {i}" for i in range(12)]),
-    "large numbers": np.arange(12).astype("uint64") + 2**63,
-    "complex numbers": X[:, 0] + 1j * X[:, 1],
-}
+    "class numbers": np.arange(12) % 5, "one-hot rows": np.eye(5, dtype="uint8")[np.arange(12) % 5],
+    "fractions": X[:, 0], "double": X.astype("float64"), "half": X.astype("float16"),
+    "truth values": np.arange(12) % 3 == 0, "texts": np.array([f"label {i}" for i in range(12)]),
+    "large numbers": np.arange(12).astype("uint64") + 2**63, "complex numbers": X[:, 0] + 1j * X[:, 1],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COLUMNS)

@@ -29,19 +29,14 @@ def gif(*frames, screen=(2, 2)):
 
 ANIMATED = dict(save_all=True, append_images=[Image.new("RGB", (7, 5), "red")])
 SIZES = {
-    "gif": (gif((7, 5), screen=(7, 5)), 35),
-    "gif with a larger screen": (gif((2, 2), screen=(7, 5)), 35),
-    "gif with a larger frame": (gif((2, 2), (7, 5)), 39),
-    "gif of many frames": (gif(*[(7, 1)] * 5), 35),
+    "gif": (gif((7, 5), screen=(7, 5)), 35), "gif with a larger screen": (gif((2, 2), screen=(7, 5)), 35),
+    "gif with a larger frame": (gif((2, 2), (7, 5)), 39), "gif of many frames": (gif(*[(7, 1)] * 5), 35),
     "gif that is all frames together": (gif((7, 1), (1, 5)), 35),
-    "gif with colors of its own": (saved("GIF", 7, 5, **ANIMATED), 70),
-    "webp": (saved("WEBP", 7, 5), 35),
+    "gif with colors of its own": (saved("GIF", 7, 5, **ANIMATED), 70), "webp": (saved("WEBP", 7, 5), 35),
     "webp without loss": (saved("WEBP", 7, 5, lossless=True), 35),
-    "webp of many frames": (saved("WEBP", 7, 5, **ANIMATED), 35),
-    "bmp": (saved("BMP", 7, 5), 35),
-    "png": (saved("PNG", 7, 5), 35),
-    "jpeg": (saved("JPEG", 7, 5), 35),
-}
+    "webp of many frames": (saved("WEBP", 7, 5, **ANIMATED), 35), "bmp": (saved("BMP", 7, 5), 35),
+    "png": (saved("PNG", 7, 5), 35), "jpeg": (saved("JPEG", 7, 5), 35),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("content, pixels", SIZES.values(), ids=SIZES)

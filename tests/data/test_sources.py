@@ -164,25 +164,19 @@ def test_a_label_of_no_class_is_no_row_of_zeros(wrong, connect):
         tfdist.fit(model, sources.one_hot(sources.as_source(dataset), 3), distribution=connect(1), verbose=0)
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ((np.zeros((0, 2)), np.zeros(0)), "the data set is empty: give it at least one example"),
-        ((np.zeros((3, 2)), np.zeros(4)), r"one entry per example each, got lengths x 3, y 4$"),
-        (([np.zeros(2), np.zeros(2)], np.zeros(3)), "got lengths x 2, y 3: of a list that is one input, give numpy.ar"),
-        ((object(),), "cannot train on object: give NumPy arrays"),
-        ((np.ones((2, 2)), None, np.ones(2)), "sample weights without targets have nothing to weigh"),
-        ((tf.data.Dataset.range(3),), "has single examples and no batches: give dataset.batch"),
-        ((tf.data.Dataset.from_tensors((tf.zeros(3), tf.zeros(1))),), "has single examples and no batches"),
-        (
-            (type("Photos", (), {"__module__": "torch.utils"})(),),
-            "cannot train on Photos: give NumPy arrays",
-        ),
-        ((tf.data.Dataset.range(0).batch(2),), "the data set is empty: give it at least one batch"),
-        ((tf.data.Dataset.from_tensors(tf.ragged.constant([[1], [2, 3]])),), "make its tensors dense"),
-        (([[1, 2], [3]],), "must have one entry per example|cannot train on|rectangular"),
-    ],
-)
+@pytest.mark.parametrize("given, message", [
+    ((np.zeros((0, 2)), np.zeros(0)), "the data set is empty: give it at least one example"),
+    ((np.zeros((3, 2)), np.zeros(4)), r"one entry per example each, got lengths x 3, y 4$"),
+    (([np.zeros(2), np.zeros(2)], np.zeros(3)), "got lengths x 2, y 3: of a list that is one input, give numpy.ar"),
+    ((object(),), "cannot train on object: give NumPy arrays"),
+    ((np.ones((2, 2)), None, np.ones(2)), "sample weights without targets have nothing to weigh"),
+    ((tf.data.Dataset.range(3),), "has single examples and no batches: give dataset.batch"),
+    ((tf.data.Dataset.from_tensors((tf.zeros(3), tf.zeros(1))),), "has single examples and no batches"),
+    ((type("Photos", (), {"__module__": "torch.utils"})(),), "cannot train on Photos: give NumPy arrays"),
+    ((tf.data.Dataset.range(0).batch(2),), "the data set is empty: give it at least one batch"),
+    ((tf.data.Dataset.from_tensors(tf.ragged.constant([[1], [2, 3]])),), "make its tensors dense"),
+    (([[1, 2], [3]],), "must have one entry per example|cannot train on|rectangular"),
+])  # fmt: skip
 def test_unusable_data(given, message):
     with refused(message):
         source = sources.as_source(given if len(given) > 1 else given[0])
@@ -325,16 +319,11 @@ def test_numbers_are_the_same_to_rounding_and_texts_are_alike():
             Others(sources.Arrays(tuple(other)).facts()).check_same(mine, "it")
 
 
-@pytest.mark.parametrize(
-    "theirs, what",
-    [
-        ((X[1:], Y[1:]), "examples: 11 and not 12"),
-        ((X, Y[::-1]), r"checksum of targets: \d+ and not \d+"),
-        ((X[:, :2], Y), "elements: .*"),
-        ((X + 0.001, Y), "an input: .* and not .*"),
-        ((np.where(np.arange(36).reshape(12, 3) == 35, np.nan, X).astype("float32"), Y), "an input: nan and not .*"),
-    ],
-)
+@pytest.mark.parametrize("theirs, what", [
+    ((X[1:], Y[1:]), "examples: 11 and not 12"), ((X, Y[::-1]), r"checksum of targets: \d+ and not \d+"),
+    ((X[:, :2], Y), "elements: .*"), ((X + 0.001, Y), "an input: .* and not .*"),
+    ((np.where(np.arange(36).reshape(12, 3) == 35, np.nan, X).astype("float32"), Y), "an input: nan and not .*"),
+])  # fmt: skip
 def test_a_worker_with_other_arrays_is_named(theirs, what, connect):
     """Before a call of one worker waits for ever for that of another."""
     second = sources.as_source(theirs).facts() | {"batch": 4}
@@ -489,14 +478,11 @@ def test_some_of_the_digits_are_those_of_the_data_set():
     assert np.bincount(y).tolist() == [4, 4, 4] and x.shape == (12, 8, 8, 1) and x.dtype == np.uint8
 
 
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (dict(split="tets"), "unknown split 'tets' of the digits: did you mean 'test'?"),
-        (dict(first=4, last=4), "the digits from 4 to 4 are not at least two of 0 to 9"),
-        (dict(last=10), "the digits from 0 to 10 are not at least two"),
-    ],
-)
+@pytest.mark.parametrize("given, message", [
+    (dict(split="tets"), "unknown split 'tets' of the digits: did you mean 'test'?"),
+    (dict(first=4, last=4), "the digits from 4 to 4 are not at least two of 0 to 9"),
+    (dict(last=10), "the digits from 0 to 10 are not at least two"),
+])  # fmt: skip
 def test_digits_that_do_not_exist(given, message):
     from tfdist.data.datasets import digits
 

@@ -154,16 +154,13 @@ def test_the_memory_of_somebody_else_is_not_taken(tables, tmp_path):
     assert loaded_lib.take(note) is not None
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        loaded(evaluation=Batches(tf.data.Dataset.from_tensors((tf.zeros([2, 64]), tf.zeros([2]))))),
-        loaded(evaluation=Arrays((np.array(["a", "b"]), np.zeros(2)))),
-        loaded(evaluation=Arrays((np.array([None, 2]), np.zeros(2)))),
-        loaded(evaluation=Arrays(({7: np.zeros(2)}, np.zeros(2)))),
-        loaded_lib.Loaded(Arrays((np.zeros(9), np.zeros(9))), Arrays((np.zeros(9), np.zeros(9))), 9, SPEC),
-    ],
-)
+@pytest.mark.parametrize("data", [
+    loaded(evaluation=Batches(tf.data.Dataset.from_tensors((tf.zeros([2, 64]), tf.zeros([2]))))),
+    loaded(evaluation=Arrays((np.array(["a", "b"]), np.zeros(2)))),
+    loaded(evaluation=Arrays((np.array([None, 2]), np.zeros(2)))),
+    loaded(evaluation=Arrays(({7: np.zeros(2)}, np.zeros(2)))),
+    loaded_lib.Loaded(Arrays((np.zeros(9), np.zeros(9))), Arrays((np.zeros(9), np.zeros(9))), 9, SPEC),
+])  # fmt: skip
 def test_what_is_not_shared(data, tables):
     assert tables.offer(data) == (data, None)
 

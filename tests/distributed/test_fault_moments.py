@@ -167,11 +167,8 @@ def test_a_host_is_cut_off(way, victim, moment, start, hooked, hosts, tmp_path, 
     flags = [*FLAGS, f"--start_timeout={START_S}"] if early else FLAGS
     if way == "multi_worker":
         where = [
-            "--nnodes=2",
-            "--nproc_per_node=1",
-            f"--master_addr={network_hosts.ADDRESSES['h1']}",
-            "--master_port=29500",
-        ]
+            "--nnodes=2", "--nproc_per_node=1", f"--master_addr={network_hosts.ADDRESSES['h1']}", "--master_port=29500",
+        ]  # fmt: skip
         launch = [sys.executable, "-m", "tfdist.launch", *where]
         programs = [
             start(*hosts.on(name), *launch, f"--node_rank={rank}", "--", "--strategy=multi_worker", *flags,

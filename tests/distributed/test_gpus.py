@@ -97,22 +97,13 @@ def test_idle_takes_what_the_driver_does_not_tell_of_last(driver, line):
     assert gpus.select("idle:4", found, {}).visible == "0,1,2,3"
 
 
-@pytest.mark.parametrize(
-    "devices, environ, visible",
-    [
-        ("all", {}, "0,1,2,3"),
-        ("0,3", {}, "0,3"),
-        ("3,0", {}, "3,0"),
-        ("none", {}, "-1"),
-        ("all", {"CUDA_VISIBLE_DEVICES": "2,1"}, "2,1"),
-        ("all", {"CUDA_VISIBLE_DEVICES": "GPU-ccc,GPU-aaa"}, "2,0"),
-        ("1", {"CUDA_VISIBLE_DEVICES": "2,1"}, "1"),
-        ("idle:1", {"CUDA_VISIBLE_DEVICES": "0,2"}, "2"),
-        ("all", {"CUDA_VISIBLE_DEVICES": ""}, "-1"),
-        ("all", {"CUDA_VISIBLE_DEVICES": "-1"}, "-1"),
-        ("all", {"CUDA_VISIBLE_DEVICES": "1,9,2"}, "1"),  # as CUDA does: the list ends where it is wrong
-    ],
-)
+@pytest.mark.parametrize("devices, environ, visible", [
+    ("all", {}, "0,1,2,3"), ("0,3", {}, "0,3"), ("3,0", {}, "3,0"), ("none", {}, "-1"),
+    ("all", {"CUDA_VISIBLE_DEVICES": "2,1"}, "2,1"), ("all", {"CUDA_VISIBLE_DEVICES": "GPU-ccc,GPU-aaa"}, "2,0"),
+    ("1", {"CUDA_VISIBLE_DEVICES": "2,1"}, "1"), ("idle:1", {"CUDA_VISIBLE_DEVICES": "0,2"}, "2"),
+    ("all", {"CUDA_VISIBLE_DEVICES": ""}, "-1"), ("all", {"CUDA_VISIBLE_DEVICES": "-1"}, "-1"),
+    ("all", {"CUDA_VISIBLE_DEVICES": "1,9,2"}, "1"),  # as CUDA does: the list ends where it is wrong
+])  # fmt: skip
 def test_selection(driver, devices, environ, visible):
     driver(printing(FOUR))
     assert gpus.select(devices, gpus.survey(), environ).visible == visible
@@ -124,15 +115,12 @@ def test_mig_slices_are_left_alone(driver):
     assert selection.opaque and selection.visible is None
 
 
-@pytest.mark.parametrize(
-    "devices, environ, message",
-    [
-        ("4", {}, "there is no device 4: the driver lists 0, 1, 2, 3"),
-        ("0,3", {"CUDA_VISIBLE_DEVICES": "0"}, "device 3 is hidden by CUDA_VISIBLE_DEVICES=0: unset it"),
-        ("idle:5", {}, "idle:5 asks for 5 GPUs, found 4: ask for fewer"),
-        ("0", {"CUDA_VISIBLE_DEVICES": "MIG-123"}, "cannot be combined with CUDA_VISIBLE_DEVICES=MIG-123"),
-    ],
-)
+@pytest.mark.parametrize("devices, environ, message", [
+    ("4", {}, "there is no device 4: the driver lists 0, 1, 2, 3"),
+    ("0,3", {"CUDA_VISIBLE_DEVICES": "0"}, "device 3 is hidden by CUDA_VISIBLE_DEVICES=0: unset it"),
+    ("idle:5", {}, "idle:5 asks for 5 GPUs, found 4: ask for fewer"),
+    ("0", {"CUDA_VISIBLE_DEVICES": "MIG-123"}, "cannot be combined with CUDA_VISIBLE_DEVICES=MIG-123"),
+])  # fmt: skip
 def test_impossible_selections(driver, devices, environ, message):
     driver(printing(FOUR))
     with pytest.raises(UserError, match=message.replace("(", r"\(")):

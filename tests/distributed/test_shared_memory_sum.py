@@ -101,16 +101,11 @@ def test_a_result_that_somebody_holds_is_not_written_again():
     assert Workers(2).run(work) == [([0.0, 2.0, 4.0, 6.0, 8.0], 1, [0] * 5)] * 2
 
 
-@pytest.mark.parametrize(
-    "second",
-    [
-        pytest.param((1, np.zeros([4], "float32")), id="shape"),
-        pytest.param((1, np.zeros([3], "int32")), id="type"),
-        pytest.param((1, np.zeros([3, 1], "float32")), id="form"),
-        pytest.param((1, np.zeros([0], "float32")), id="nothing"),
-        pytest.param((2, np.zeros([3], "float32")), id="order"),
-    ],
-)
+@pytest.mark.parametrize("second", [
+    pytest.param((1, np.zeros([4], "float32")), id="shape"), pytest.param((1, np.zeros([3], "int32")), id="type"),
+    pytest.param((1, np.zeros([3, 1], "float32")), id="form"),
+    pytest.param((1, np.zeros([0], "float32")), id="nothing"), pytest.param((2, np.zeros([3], "float32")), id="order"),
+])  # fmt: skip
 def test_workers_that_sum_something_else_are_told(second):
     def work(peers):
         through = between(peers)
@@ -146,15 +141,11 @@ def test_a_lost_worker_ends_the_wait():
     assert [str(error) for error in errors[:2]] == ["a collective sum has lost worker 2"] * 2
 
 
-@pytest.mark.parametrize(
-    "workers",
-    [
-        pytest.param(Workers(1), id="alone"),
-        pytest.param(Workers(9), id="many"),
-        pytest.param(Workers(2, hosts=("a", "b")), id="two hosts"),
-        pytest.param(Workers(2, addresses=("10.0.0.1:1", "10.0.0.2:1")), id="two addresses"),
-    ],
-)
+@pytest.mark.parametrize("workers", [
+    pytest.param(Workers(1), id="alone"), pytest.param(Workers(9), id="many"),
+    pytest.param(Workers(2, hosts=("a", "b")), id="two hosts"),
+    pytest.param(Workers(2, addresses=("10.0.0.1:1", "10.0.0.2:1")), id="two addresses"),
+])  # fmt: skip
 def test_where_workers_sum_through_the_network(workers):
     assert workers.run(shared_memory_sum.between) == [None] * workers.size
 

@@ -46,23 +46,17 @@ def machine(tmp_path, monkeypatch):
     return of
 
 
-@pytest.mark.parametrize(
-    "found, environ, sign",
-    [
-        ({}, {}, ""),
-        ({}, {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0"}, ""),
-        ({}, {"TPU_NAME": "local"}, "TPU_NAME"),
-        ({}, {"COLAB_TPU_ADDR": "10.0.0.2:8470"}, "COLAB_TPU_ADDR"),
-        ({"nodes": ["accel0", "accel1"]}, {}, "accel0"),
-        ({"nodes": ["accel/accel0"]}, {}, ""),  # Linux' own accelerators
-        ({"nodes": ["vfio/0"]}, {}, ""),  # something passed through
-        ({"nodes": ["vfio/vfio"]}, {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, ""),
-        ({"nodes": ["vfio/0"]}, {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, "/dev/vfio with TPU variables"),
-        ({"nodes": ["vfio/0"]}, {"TPU_ACCELERATOR_TYPE": "v5litepod-8"}, "/dev/vfio with TPU variables"),
-        ({"chips": [("0x1ae0", "0x0063")]}, {}, "a PCI device of Google's"),
-        ({"chips": [("0x1ae0", "0x0042"), ("0x10de", "0x0063")]}, {}, ""),  # its network card; a card of NVIDIA's
-    ],
-)
+@pytest.mark.parametrize("found, environ, sign", [
+    ({}, {}, ""), ({}, {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0"}, ""), ({}, {"TPU_NAME": "local"}, "TPU_NAME"),
+    ({}, {"COLAB_TPU_ADDR": "10.0.0.2:8470"}, "COLAB_TPU_ADDR"), ({"nodes": ["accel0", "accel1"]}, {}, "accel0"),
+    ({"nodes": ["accel/accel0"]}, {}, ""),  # Linux' own accelerators
+    ({"nodes": ["vfio/0"]}, {}, ""),  # something passed through
+    ({"nodes": ["vfio/vfio"]}, {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, ""),
+    ({"nodes": ["vfio/0"]}, {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, "/dev/vfio with TPU variables"),
+    ({"nodes": ["vfio/0"]}, {"TPU_ACCELERATOR_TYPE": "v5litepod-8"}, "/dev/vfio with TPU variables"),
+    ({"chips": [("0x1ae0", "0x0063")]}, {}, "a PCI device of Google's"),
+    ({"chips": [("0x1ae0", "0x0042"), ("0x10de", "0x0063")]}, {}, ""),  # its network card; a card of NVIDIA's
+])  # fmt: skip
 def test_signs_are_strict(found, environ, sign, machine):
     machine(**found)
     assert tpu_host.hint(environ).endswith(sign) and bool(tpu_host.hint(environ)) == bool(sign)
@@ -208,16 +202,13 @@ def test_each_failure_is_one_line_with_its_cure(where, error, line, machine, mon
     assert line in str(raised.value) and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "does, line",
-    [
-        ("kill -SEGV $$", f"{NONE_HERE}, or leave --strategy=tpu out (its start ended a process by SIGSEGV)"),
-        ("echo 'AbortedError: The TPU is already in use by process with pid 7'; exit 1", ANOTHER),
-        ("echo noise >&2; echo 'RuntimeError: new' >&2; exit 1", "(RuntimeError: new): see what python -m tfdist.doc"),
-        ("exec sleep 60", "--tpu=local has not started within 0.2 s: look whether another process holds it"),
-        ("exit 0", ""),
-    ],
-)
+@pytest.mark.parametrize("does, line", [
+    ("kill -SEGV $$", f"{NONE_HERE}, or leave --strategy=tpu out (its start ended a process by SIGSEGV)"),
+    ("echo 'AbortedError: The TPU is already in use by process with pid 7'; exit 1", ANOTHER),
+    ("echo noise >&2; echo 'RuntimeError: new' >&2; exit 1", "(RuntimeError: new): see what python -m tfdist.doc"),
+    ("exec sleep 60", "--tpu=local has not started within 0.2 s: look whether another process holds it"),
+    ("exit 0", ""),
+])  # fmt: skip
 def test_where_no_device_is_seen_another_process_tries(does, line, tmp_path, monkeypatch):
     """tensorflow-tpu 2.20 ends the process that starts a TPU which is not there, by SIGSEGV."""
     python = tmp_path / "python"

@@ -100,11 +100,8 @@ class Crew:
     def place(self, rank, size=2, port=None):
         """Variables that give a worker its place."""
         world = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port or self.port,
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-        }
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port or self.port, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
+        }  # fmt: skip
         return {k: str(v) for k, v in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()}
 
     def start(self, *arguments, **environ):

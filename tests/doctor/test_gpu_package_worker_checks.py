@@ -142,11 +142,8 @@ def installed(folder, name, version, requires=()):
     made = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     made.mkdir()
     lines = [
-        "Metadata-Version: 2.1",
-        f"Name: {name}",
-        f"Version: {version}",
-        *(f"Requires-Dist: {r}" for r in requires),
-    ]
+        "Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {r}" for r in requires),
+    ]  # fmt: skip
     (made / "METADATA").write_text("\n".join(lines) + "\n")
 
 

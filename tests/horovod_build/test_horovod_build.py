@@ -399,11 +399,8 @@ def test_the_first_error_of_a_log(log, line):
 
 
 STAMP = {
-    "horovod": "0.28.1",
-    "tensorflow": {"version": "2.21.0", "build": None},
-    "python": SUFFIX,
-    "operations": ["Gloo"],
-}
+    "horovod": "0.28.1", "tensorflow": {"version": "2.21.0", "build": None}, "python": SUFFIX, "operations": ["Gloo"],
+}  # fmt: skip
 FIX = ": run python -m tfdist.horovod_build"
 PROBLEMS = [
     # TensorFlow installed, files of the package, problem

@@ -52,20 +52,12 @@ class _Own(L.BatchNormalization):
     pass
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda: L.BatchNormalization(synchronized=True),
-        pytest.param(
-            lambda: L.BatchNormalization(renorm=True), marks=[pytest.mark.skipif(not RENORM, reason="older Keras")]
-        ),
-        lambda: L.BatchNormalization(axis=1),
-        lambda: L.BatchNormalization(epsilon=1e-6),
-        lambda: L.BatchNormalization(trainable=False),
-        lambda: L.BatchNormalization(dtype="float64"),
-        lambda: _Own(),
-    ],
-)
+@pytest.mark.parametrize("layer", [
+    lambda: L.BatchNormalization(synchronized=True),
+    pytest.param(lambda: L.BatchNormalization(renorm=True), marks=pytest.mark.skipif(not RENORM, reason="older Keras")),
+    lambda: L.BatchNormalization(axis=1), lambda: L.BatchNormalization(epsilon=1e-6),
+    lambda: L.BatchNormalization(trainable=False), lambda: L.BatchNormalization(dtype="float64"), lambda: _Own(),
+])  # fmt: skip
 def test_left_to_keras(layer):
     model = keras.Sequential([keras.Input(X.shape[1:]), layer()])
     assert measured(model, model)[1] is False

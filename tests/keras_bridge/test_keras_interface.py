@@ -313,16 +313,13 @@ def test_updates_per_call_change_nothing(steps_per_call, connect):
     assert histories[0].history == histories[1].history, "to the last bit"
 
 
-@pytest.mark.parametrize(
-    "kwargs, message",
-    [
-        (dict(batch_size=1), "batch_size=1 is smaller than 2 replicas: use at least 2"),
-        (dict(batch_size=5, accumulate=3), "batch_size=5 is smaller than 2 replicas x 3 micro-batches: use at least 6"),
-        (dict(batch_size=-1), "batch_size must be at least 1, got -1"),
-        (dict(accumulate=0), "accumulate must be at least 1, got 0"),
-        (dict(steps_per_call=0), "steps_per_call must be 'auto' or an integer of at least 1, got 0"),
-    ],
-)
+@pytest.mark.parametrize("kwargs, message", [
+    (dict(batch_size=1), "batch_size=1 is smaller than 2 replicas: use at least 2"),
+    (dict(batch_size=5, accumulate=3), "batch_size=5 is smaller than 2 replicas x 3 micro-batches: use at least 6"),
+    (dict(batch_size=-1), "batch_size must be at least 1, got -1"),
+    (dict(accumulate=0), "accumulate must be at least 1, got 0"),
+    (dict(steps_per_call=0), "steps_per_call must be 'auto' or an integer of at least 1, got 0"),
+])  # fmt: skip
 def test_arguments_that_cannot_be(kwargs, message, connect):
     with pytest.raises(tfdist.UserError, match=message):
         fit(small(connect(2)), connect(2), **kwargs)

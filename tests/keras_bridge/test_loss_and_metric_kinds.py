@@ -16,16 +16,12 @@ from tfdist.keras_bridge import loss as loss_lib
 from tfdist.keras_bridge import metrics
 
 
-@pytest.mark.parametrize(
-    "metric, outputs",
-    [
-        (Highest, 1.0),
-        (Highest, -1.0),  # no row is above the zero with which it begins
-        (Lowest, 1.0),
-        (keras.metrics.MeanSquaredError, -1.0),
-        (keras.metrics.Poisson, 1.0),  # of numbers below zero it is NaN
-    ],
-)
+@pytest.mark.parametrize("metric, outputs", [
+    (Highest, 1.0),
+    (Highest, -1.0),  # no row is above the zero with which it begins
+    (Lowest, 1.0), (keras.metrics.MeanSquaredError, -1.0),
+    (keras.metrics.Poisson, 1.0),  # of numbers below zero it is NaN
+])  # fmt: skip
 def test_a_metric_that_does_not_add_up_is_noticed(metric, outputs):
     y, y_pred = keras.ops.ones((8, 2)), keras.ops.full((8, 2), outputs)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])

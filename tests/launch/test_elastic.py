@@ -348,16 +348,11 @@ def test_such_flags_are_refused_before_anything_starts(flags, message, launch): 
     assert len(launcher.err) == 1 and message in launcher.err[0]
 
 
-@pytest.mark.parametrize(
-    "flags, environ, node",
-    [
-        ([], {}, -1),
-        ([], dict(JOB_COMPLETION_INDEX="0"), 0),
-        ([], dict(JOB_COMPLETION_INDEX="7"), 1),  # a number of its own, which says nothing but that it is not node 0
-        (["--node_rank=3"], {}, 1),
-        ([], dict(SLURM_STEP_NUM_TASKS="1"), -1),
-    ],
-)
+@pytest.mark.parametrize("flags, environ, node", [
+    ([], {}, -1), ([], dict(JOB_COMPLETION_INDEX="0"), 0),
+    ([], dict(JOB_COMPLETION_INDEX="7"), 1),  # a number of its own, which says nothing but that it is not node 0
+    (["--node_rank=3"], {}, 1), ([], dict(SLURM_STEP_NUM_TASKS="1"), -1),
+])  # fmt: skip
 def test_which_node_this_is(flags, environ, node, planned):  # noqa: F811
     plan = planned(*ELASTIC, *flags, "--", "actor.py", **environ)
     assert (plan.nodes.rank, plan.nodes.min, plan.nodes.max) == (node, 2, 4)
@@ -507,18 +502,15 @@ def test_whether_a_restart_may_help(story, may):
     assert not (stuck.may_restart and not stuck.busy)
 
 
-@pytest.mark.parametrize(
-    "story, gone",
-    [
-        ([exited(1, 2)], [1]),
-        ([exited(0, 3), exited(1, 2)], []),  # another failure came first
-        ([exited(0, 1, lost=True), exited(1, 2)], [1]),  # that one was a consequence
-        ([signalled(0), exited(1, 2)], []),  # all stop
-        ([signalled(2), exited(1, 2)], [2, 1]),
-        ([lost(2), exited(1, 2)], []),  # the workers end already
-        ([lost(2), (1, {"event": "cannot", "line": "node 1 (h) cannot start its workers: No space left"})], []),
-    ],
-)
+@pytest.mark.parametrize("story, gone", [
+    ([exited(1, 2)], [1]),
+    ([exited(0, 3), exited(1, 2)], []),  # another failure came first
+    ([exited(0, 1, lost=True), exited(1, 2)], [1]),  # that one was a consequence
+    ([signalled(0), exited(1, 2)], []),  # all stop
+    ([signalled(2), exited(1, 2)], [2, 1]),
+    ([lost(2), exited(1, 2)], []),  # the workers end already
+    ([lost(2), (1, {"event": "cannot", "line": "node 1 (h) cannot start its workers: No space left"})], []),
+])  # fmt: skip
 def test_when_a_refusal_is_laid_to_a_node_that_has_just_come(story, gone):
     outcome = heard(*story, new=[1])
     assert list(outcome.leaving) == gone

@@ -455,14 +455,11 @@ PLATFORM = dict(
 )
 
 
-@pytest.mark.parametrize(
-    "flags, expected",
-    [
-        ([], dict(WORLD_SIZE="6", RANK="3", GROUP_RANK="1", MASTER_ADDR="w0", MASTER_PORT="7777")),
-        (["--nproc_per_node=1", "--master_port=8888"], dict(WORLD_SIZE="2", RANK="1", MASTER_PORT="8888")),
-        (["--nnodes=1"], dict(WORLD_SIZE="1", RANK="0", GROUP_RANK="0", MASTER_ADDR="127.0.0.1")),
-    ],
-)
+@pytest.mark.parametrize("flags, expected", [
+    ([], dict(WORLD_SIZE="6", RANK="3", GROUP_RANK="1", MASTER_ADDR="w0", MASTER_PORT="7777")),
+    (["--nproc_per_node=1", "--master_port=8888"], dict(WORLD_SIZE="2", RANK="1", MASTER_PORT="8888")),
+    (["--nnodes=1"], dict(WORLD_SIZE="1", RANK="0", GROUP_RANK="0", MASTER_ADDR="127.0.0.1")),
+])  # fmt: skip
 def test_platform_variables_are_defaults(flags, expected, launch):  # noqa: F811
     environ, _ = dry(launch, *flags, "--dry_run", "--", "actor.py", **PLATFORM, TFDIST_SECRET="hush")[0]
     assert {name: environ[name] for name in expected} == expected
@@ -473,15 +470,10 @@ TWO_MACHINES = ["--nnodes=2", "--master_addr=10.0.0.5", "--", "actor.py"]
 LOOPBACK = ["--nnodes=2", "--master_addr=127.0.0.1", "--", "actor.py"]
 
 
-@pytest.mark.parametrize(
-    "arguments, environ, secret",
-    [
-        (ONE_MACHINE, {}, ""),  # the launcher makes one for each start
-        (LOOPBACK, {}, ""),
-        (TWO_MACHINES, dict(TFDIST_SECRET="hush"), "hush"),
-        (["--insecure", *TWO_MACHINES], {}, ""),
-    ],
-)
+@pytest.mark.parametrize("arguments, environ, secret", [
+    (ONE_MACHINE, {}, ""),  # the launcher makes one for each start
+    (LOOPBACK, {}, ""), (TWO_MACHINES, dict(TFDIST_SECRET="hush"), "hush"), (["--insecure", *TWO_MACHINES], {}, ""),
+])  # fmt: skip
 def test_who_needs_no_secret_or_has_one(arguments, environ, secret, planned):  # noqa: F811
     plan = planned(*arguments, **environ)
     assert plan.secret == secret
@@ -517,18 +509,15 @@ SILENT = dict(lost=True, culprit=1, complaint="(h): silent for 10 s")
 ENDED_TOO = dict(lost=True, culprit=0, complaint="(h): its process ended")
 
 
-@pytest.mark.parametrize(
-    "story, text, lines",
-    [
-        # a stopped worker is alive: the others end because of it, one after the other or because of each other
-        ([exited(2, 1, **SILENT), exited(0, 1, **SILENT)], "rank 1 (h): silent for 10 s, as rank 2 has noticed", 0),
-        ([exited(2, 1, **ENDED_TOO), exited(0, 1, **SILENT)], "rank 1 (h): silent for 10 s, as rank 0 has noticed", 0),
-        ([exited(0, 1, **SILENT)], "rank 1 (h): silent for 10 s, as rank 0 has noticed", 0),
-        ([exited(0, 1, **SILENT), exited(1, -9)], "rank 1 (on h, process 1) was killed by SIGKILL", 1),
-        ([exited(0, 1, **SILENT), exited(1, 1, **ENDED_TOO)], "rank 1 (h): silent for 10 s, as rank 0 has noticed", 0),
-        ([exited(0, 1, lost=True)], "rank 0 (on h, process 1) ended with exit code 1", 1),  # it names nobody
-    ],
-)
+@pytest.mark.parametrize("story, text, lines", [
+    # a stopped worker is alive: the others end because of it, one after the other or because of each other
+    ([exited(2, 1, **SILENT), exited(0, 1, **SILENT)], "rank 1 (h): silent for 10 s, as rank 2 has noticed", 0),
+    ([exited(2, 1, **ENDED_TOO), exited(0, 1, **SILENT)], "rank 1 (h): silent for 10 s, as rank 0 has noticed", 0),
+    ([exited(0, 1, **SILENT)], "rank 1 (h): silent for 10 s, as rank 0 has noticed", 0),
+    ([exited(0, 1, **SILENT), exited(1, -9)], "rank 1 (on h, process 1) was killed by SIGKILL", 1),
+    ([exited(0, 1, **SILENT), exited(1, 1, **ENDED_TOO)], "rank 1 (h): silent for 10 s, as rank 0 has noticed", 0),
+    ([exited(0, 1, lost=True)], "rank 0 (on h, process 1) ended with exit code 1", 1),  # it names nobody
+])  # fmt: skip
 def test_the_silent_one_is_the_cause(story, text, lines):
     outcome = AttemptOutcome({0: "node 0 (h)"})
     for news in story:
@@ -546,39 +535,34 @@ LOST = 1, {"event": "lost", "line": "node 1 (h) is lost: closed"}
 ENDED = 0, {"event": "ended"}
 
 
-@pytest.mark.parametrize(
-    "story, orders, code, restart",
-    [
-        # what is heard at which second; what is ordered; exit code; whether it may be restarted
-        ([(0, exited(0, 0)), (1, exited(1, 0))], [], 0, False),
-        ([(0, exited(1, -9))], ["end"], 137, True),
-        ([(0, exited(1, 2))], ["end"], 2, False),
-        ([(0, exited(0, 1, lost=True)), (1.9, exited(1, -11))], ["end"], 139, True),  # outranked in time
-        ([(0, exited(0, 1, lost=True)), (1.9, exited(1, 2))], ["end"], 2, False),
-        ([(0, exited(0, 1, lost=True)), (1.9, LOST)], ["end"], 1, True),
-        ([(0, exited(0, 1, lost=True)), (2.1, exited(1, -11))], ["end"], 1, True),  # too late
-        ([(0, exited(0, 1, lost=True)), (1, exited(2, 1, lost=True)), (1.5, exited(1, 3))], ["end"], 3, True),
-        ([(0, exited(1, 3)), (0.1, exited(0, -11))], ["end"], 3, True),  # the first of equals
-        ([(0, exited(1, 3)), (5, exited(0, -9))], ["end", "say"], 3, True),  # it had to be killed
-        ([(0, LOST)], ["end"], 1, True),
-        ([(0, signalled()), (3, exited(0, 143)), (3, exited(1, 143))], ["say", "stop"], 143, False),
-        ([(0, signalled("SIGTERM")), (3, exited(0, -15)), (3, exited(1, 143))], ["say", "stop"], 143, False),
-        ([(0, signalled()), (3, exited(0, 0)), (3, exited(1, 0))], ["say", "stop"], 0, False),
-        # others may save
-        ([(0, signalled()), (3, exited(0, 1)), (4, exited(1, 143))], ["say", "stop", "end"], 1, False),
-        ([(0, signalled()), (29, ENDED)], ["say", "stop"], 0, False),
-        ([(0, signalled()), (31, exited(0, -9))], ["say", "stop", "kill", "say"], 137, False),
-        ([(0, signalled()), (1, signalled()), (1, exited(0, -9))], ["say", "stop", "kill", "say"], 130, False),
-        # srun tells all
-        ([(0, signalled()), (1, signalled(node=1)), (2, exited(0, 143))], ["say", "stop"], 143, False),
-        ([(0, signalled()), (1, signalled("SIGTERM")), (2, exited(0, 143))], ["say", "stop"], 143, False),
-        ([(0, exited(0, 143)), (29, exited(1, 143))], [], 143, False),  # one was asked, all stop
-        ([(0, exited(0, 143)), (31, exited(1, -9))], ["kill", "say"], 137, False),
-        ([(0, exited(0, -15))], ["end"], 143, False),
-        ([(0, exited(1, -9)), (1, signalled())], ["end", "say"], 137, False),
-        ([(0, exited(1, -9)), (31, signalled())], ["end", "say", "say"], 137, False),  # not even SIGKILL helps
-    ],
-)
+@pytest.mark.parametrize("story, orders, code, restart", [
+    # what is heard at which second; what is ordered; exit code; whether it may be restarted
+    ([(0, exited(0, 0)), (1, exited(1, 0))], [], 0, False), ([(0, exited(1, -9))], ["end"], 137, True),
+    ([(0, exited(1, 2))], ["end"], 2, False),
+    ([(0, exited(0, 1, lost=True)), (1.9, exited(1, -11))], ["end"], 139, True),  # outranked in time
+    ([(0, exited(0, 1, lost=True)), (1.9, exited(1, 2))], ["end"], 2, False),
+    ([(0, exited(0, 1, lost=True)), (1.9, LOST)], ["end"], 1, True),
+    ([(0, exited(0, 1, lost=True)), (2.1, exited(1, -11))], ["end"], 1, True),  # too late
+    ([(0, exited(0, 1, lost=True)), (1, exited(2, 1, lost=True)), (1.5, exited(1, 3))], ["end"], 3, True),
+    ([(0, exited(1, 3)), (0.1, exited(0, -11))], ["end"], 3, True),  # the first of equals
+    ([(0, exited(1, 3)), (5, exited(0, -9))], ["end", "say"], 3, True),  # it had to be killed
+    ([(0, LOST)], ["end"], 1, True),
+    ([(0, signalled()), (3, exited(0, 143)), (3, exited(1, 143))], ["say", "stop"], 143, False),
+    ([(0, signalled("SIGTERM")), (3, exited(0, -15)), (3, exited(1, 143))], ["say", "stop"], 143, False),
+    ([(0, signalled()), (3, exited(0, 0)), (3, exited(1, 0))], ["say", "stop"], 0, False),
+    # others may save
+    ([(0, signalled()), (3, exited(0, 1)), (4, exited(1, 143))], ["say", "stop", "end"], 1, False),
+    ([(0, signalled()), (29, ENDED)], ["say", "stop"], 0, False),
+    ([(0, signalled()), (31, exited(0, -9))], ["say", "stop", "kill", "say"], 137, False),
+    ([(0, signalled()), (1, signalled()), (1, exited(0, -9))], ["say", "stop", "kill", "say"], 130, False),
+    # srun tells all
+    ([(0, signalled()), (1, signalled(node=1)), (2, exited(0, 143))], ["say", "stop"], 143, False),
+    ([(0, signalled()), (1, signalled("SIGTERM")), (2, exited(0, 143))], ["say", "stop"], 143, False),
+    ([(0, exited(0, 143)), (29, exited(1, 143))], [], 143, False),  # one was asked, all stop
+    ([(0, exited(0, 143)), (31, exited(1, -9))], ["kill", "say"], 137, False),
+    ([(0, exited(0, -15))], ["end"], 143, False), ([(0, exited(1, -9)), (1, signalled())], ["end", "say"], 137, False),
+    ([(0, exited(1, -9)), (31, signalled())], ["end", "say", "say"], 137, False),  # not even SIGKILL helps
+])  # fmt: skip
 def test_whom_to_blame_and_what_to_do(story, orders, code, restart):
     """The decisions alone, by a clock that the test sets."""
     outcome = AttemptOutcome({0: "node 0 (h)", 1: "node 1 (h)"})

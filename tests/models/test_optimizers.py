@@ -310,13 +310,10 @@ print(int(model.optimizer.iterations), float(model.optimizer.learning_rate), *np
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    "kind, options",
-    [
-        ("step", "boundaries=30% 3 epochs 100"),
-        *(pytest.param(kind, "", marks=pytest.mark.whole) for kind in ("linear", "exponential")),
-    ],
-)
+@pytest.mark.parametrize("kind, options", [
+    ("step", "boundaries=30% 3 epochs 100"),
+    *(pytest.param(kind, "", marks=pytest.mark.whole) for kind in ("linear", "exponential")),
+])  # fmt: skip
 def test_a_run_tells_the_rates_and_its_model_loads_without_tfdist(kind, options, run, tmp_path):
     flags = [
         f"--config.optimizer.schedule={kind}",

@@ -333,15 +333,12 @@ def test_freeze_what_is_inside_of_other_layers():
     assert len(model.trainable_variables) + len(frozen) == len(model.weights)
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("hed", r"model.freeze: 'hed' matches no layer with weights: did you mean 'head'\? Known are stem_conv, "),
-        ("stem*, zzz", r"model.freeze: 'zzz' matches no layer with weights: known are stem_conv"),
-        ("*", r"model.freeze='\*' leaves nothing to train: leave layers out, such as !head"),
-        ("stem*, !stem*", r"model.freeze='stem\*, !stem\*' freezes nothing"),
-    ],
-)
+@pytest.mark.parametrize("text, message", [
+    ("hed", r"model.freeze: 'hed' matches no layer with weights: did you mean 'head'\? Known are stem_conv, "),
+    ("stem*, zzz", r"model.freeze: 'zzz' matches no layer with weights: known are stem_conv"),
+    ("*", r"model.freeze='\*' leaves nothing to train: leave layers out, such as !head"),
+    ("stem*, !stem*", r"model.freeze='stem\*, !stem\*' freezes nothing"),
+])  # fmt: skip
 def test_freeze_refused(text, message):
     with refused(message):
         built(freeze=text)

@@ -103,18 +103,15 @@ def attention():
     return keras.Model(x, L.MultiHeadAttention(2, 4)(x, x))
 
 
-@pytest.mark.parametrize(
-    "model, forward",
-    [
-        (lambda: keras.Sequential([keras.Input((8,)), L.Dense(16), L.Dense(3)]), 2 * (8 * 16 + 16 * 3)),
-        (lambda: keras.Sequential([keras.Input((9, 9, 3)), L.Conv2D(4, 3)]), 2 * 7 * 7 * 4 * 3 * 3 * 3),
-        (lambda: keras.Sequential([keras.Input((9, 9, 4)), L.Conv2D(6, 3, groups=2)]), 2 * 7 * 7 * 6 * 3 * 3 * 2),
-        (lambda: keras.Sequential([keras.Input((9, 9, 3)), L.DepthwiseConv2D(3)]), 2 * 7 * 7 * 3 * 3 * 3),
-        (lambda: keras.Sequential([keras.Input((4, 4, 3)), L.Conv2DTranspose(5, 2, 2)]), 2 * 4 * 4 * 3 * 2 * 2 * 5),
-        # projections of query, key, value and output; scores and their sum, each 2 heads x 6 x 6 x 4
-        (attention, 4 * 2 * 6 * 8 * 8 + 2 * 2 * 2 * 6 * 6 * 4),
-    ],
-)
+@pytest.mark.parametrize("model, forward", [
+    (lambda: keras.Sequential([keras.Input((8,)), L.Dense(16), L.Dense(3)]), 2 * (8 * 16 + 16 * 3)),
+    (lambda: keras.Sequential([keras.Input((9, 9, 3)), L.Conv2D(4, 3)]), 2 * 7 * 7 * 4 * 3 * 3 * 3),
+    (lambda: keras.Sequential([keras.Input((9, 9, 4)), L.Conv2D(6, 3, groups=2)]), 2 * 7 * 7 * 6 * 3 * 3 * 2),
+    (lambda: keras.Sequential([keras.Input((9, 9, 3)), L.DepthwiseConv2D(3)]), 2 * 7 * 7 * 3 * 3 * 3),
+    (lambda: keras.Sequential([keras.Input((4, 4, 3)), L.Conv2DTranspose(5, 2, 2)]), 2 * 4 * 4 * 3 * 2 * 2 * 5),
+    # projections of query, key, value and output; scores and their sum, each 2 heads x 6 x 6 x 4
+    (attention, 4 * 2 * 6 * 8 * 8 + 2 * 2 * 2 * 6 * 6 * 4),
+])  # fmt: skip
 def test_model_flops(model, forward):
     """Against the textbook: a product of [a, b] and [b, c] is 2abc, a convolution one per output and filter weight."""
     built = model()

@@ -57,15 +57,13 @@ def interrupted(recording, tmp_path):
 
 
 DAMAGES = {
-    "none": (lambda raw: raw, 0),
-    "cut off": (lambda raw: raw + b'{"epoch": 7, "upd', 0),
-    "missing": (lambda raw: None, 4),
-    "no text": (lambda raw: b"\xff" + raw[1:], 1),
+    "none": (lambda raw: raw, 0), "cut off": (lambda raw: raw + b'{"epoch": 7, "upd', 0),
+    "missing": (lambda raw: None, 4), "no text": (lambda raw: b"\xff" + raw[1:], 1),
     "another digit": (lambda raw: raw.replace(b'"loss": 0.5', b'"loss": 0.7'), 1),
     "another number of updates": (lambda raw: raw.replace(b'"updates": 10,', b'"updates": "x",'), 1),
     "a line that is two": (lambda raw: raw.replace(b'"loss": 0.5', b'"loss"\n 0.5'), 1),
     "without its beginning": (lambda raw: raw.partition(b"\n")[2], 1),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage, lost", DAMAGES.values(), ids=DAMAGES)

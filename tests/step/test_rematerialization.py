@@ -310,13 +310,10 @@ class Flagged(Block):
 
 
 REFUSED = {
-    ByTensorFlow: "draws by TensorFlow's RandomUniform",
-    InALoop: "draws by TensorFlow's RandomUniform",
-    OwnVariable: "writes a variable",
-    OwnFunction: "(trains variables of TensorFlow|reads weights in a tf.function)",
-    OwnWeight: "trains variables of TensorFlow",
-    Flagged: "computes something else when it is called again",
-}
+    ByTensorFlow: "draws by TensorFlow's RandomUniform", InALoop: "draws by TensorFlow's RandomUniform",
+    OwnVariable: "writes a variable", OwnFunction: "(trains variables of TensorFlow|reads weights in a tf.function)",
+    OwnWeight: "trains variables of TensorFlow", Flagged: "computes something else when it is called again",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layer", first(3, REFUSED))

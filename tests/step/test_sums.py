@@ -20,15 +20,11 @@ def test_a_denominator_of_zero_gives_zero_and_not_nan():
     assert sums.gradients()[0].numpy().tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    "option, expected",
-    [
-        ({"clipnorm": 1.0}, lambda gs: [g / max(1.0, np.linalg.norm(g)) for g in gs]),
-        ({"global_clipnorm": 2.0}, lambda gs: [g * 2.0 / np.linalg.norm(np.concatenate(gs)) for g in gs]),
-        ({"clipvalue": 0.5}, lambda gs: [np.clip(g, -0.5, 0.5) for g in gs]),
-        ({}, lambda gs: gs),
-    ],
-)
+@pytest.mark.parametrize("option, expected", [
+    ({"clipnorm": 1.0}, lambda gs: [g / max(1.0, np.linalg.norm(g)) for g in gs]),
+    ({"global_clipnorm": 2.0}, lambda gs: [g * 2.0 / np.linalg.norm(np.concatenate(gs)) for g in gs]),
+    ({"clipvalue": 0.5}, lambda gs: [np.clip(g, -0.5, 0.5) for g in gs]), ({}, lambda gs: gs),
+])  # fmt: skip
 def test_clipping(option, expected):
     grads = [np.float32([3, -4]), np.float32([0.1, 0.2, 0.7])]
     clipped = optimizer_update.clip(

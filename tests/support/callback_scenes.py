@@ -97,16 +97,11 @@ def writers(distribution, folder):
     with contextlib.redirect_stdout(said):
         history = fit(model, x, y, distribution=distribution, batch_size=12, epochs=9, verbose=1, callbacks=callbacks)
     return {
-        "files": sorted(str(p.relative_to(own)) for p in own.rglob("*") if p.is_file()),
-        "epochs": history.epoch,
-        "rates": everywhere.rates,
-        "statistics": everywhere.statistics,
-        "writer": writer.called,
-        "refused": writer.refused,
-        "left": [name for name in vars(writer) if name.startswith("on_")],
-        "said": said.getvalue(),
-        "weights": model.get_weights(),
-    }
+        "files": sorted(str(p.relative_to(own)) for p in own.rglob("*") if p.is_file()), "epochs": history.epoch,
+        "rates": everywhere.rates, "statistics": everywhere.statistics, "writer": writer.called,
+        "refused": writer.refused, "left": [name for name in vars(writer) if name.startswith("on_")],
+        "said": said.getvalue(), "weights": model.get_weights(),
+    }  # fmt: skip
 
 
 class Forks(keras.callbacks.Callback):

@@ -74,16 +74,12 @@ def recurrent():
 
 
 OWN = [
-    Case("dropout", dropout),
-    Case("batch norm", batch_norm),
-    Case("batch norm, float16", batch_norm, precision="mixed_float16", double=False),
-    Case("all random", all_random),
+    Case("dropout", dropout), Case("batch norm", batch_norm),
+    Case("batch norm, float16", batch_norm, precision="mixed_float16", double=False), Case("all random", all_random),
     Case("together", together, fit={"class_weight": {0: 3.0, 2: 0.2}, "validation_data": images(31)}),
-    Case("together, accumulated", together, accumulate=2),
-    Case("wide", wide),
-    Case("attention", attention),
+    Case("together, accumulated", together, accumulate=2), Case("wide", wide), Case("attention", attention),
     Case("recurrent", recurrent),
-]
+]  # fmt: skip
 RANDOM = [case for case in OWN if case.name not in ("wide",)]
 """Their masks, or what BatchNorm takes together, are others than those of Keras on one device."""
 CASES = [*OWN, *(c for c in training_cases.CASES if not c.name.startswith("batch norm"))]
@@ -95,12 +91,8 @@ def trained(case, distribution, **fit):
     given = case.data(case.examples)
     options = {"distribution": distribution, "batch_size": case.batch, "verbose": 0}
     arguments = {
-        "epochs": training_cases.EPOCHS,
-        "accumulate": case.accumulate,
-        "virtual_replicas": SHARDS,
-        **case.fit,
-        **fit,
-    }
+        "epochs": training_cases.EPOCHS, "accumulate": case.accumulate, "virtual_replicas": SHARDS, **case.fit, **fit,
+    }  # fmt: skip
     history = tfdist.fit(model, given, **options, **arguments).history
     options["check_agreement"] = "off"  # the training has asked
     options["virtual_replicas"] = arguments["virtual_replicas"]

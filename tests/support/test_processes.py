@@ -23,18 +23,14 @@ def fail():
 fail()
 """
 PROGRAMS = [
-    ["-c", "import sys; print(sys.stdin.read().upper(), len(sys.argv))", "a", "b c"],
-    ["-m", "package.part"],
+    ["-c", "import sys; print(sys.stdin.read().upper(), len(sys.argv))", "a", "b c"], ["-m", "package.part"],
     ["-c", "import os, signal; print('a', flush=True); os.kill(os.getpid(), signal.SIGTERM)"],
-    ["-m", "tfdist.train", "--config.model.name=cm"],
-    ["-c", "raise ValueError('ß')"],
-    ["-c", "this is no Python"],
+    ["-m", "tfdist.train", "--config.model.name=cm"], ["-c", "raise ValueError('ß')"], ["-c", "this is no Python"],
     ["-c", "import sys; sys.exit('goodbye')"],
     ["-c", "import atexit; atexit.register(print, 'last'); print('first'); raise RuntimeError"],
-    ["-c", "import logging, absl.logging; logging.warning('w'); absl.logging.error('e')"],
-    ["-m", "nowhere.at.all"],
+    ["-c", "import logging, absl.logging; logging.warning('w'); absl.logging.error('e')"], ["-m", "nowhere.at.all"],
     ["./script.py"],
-]
+]  # fmt: skip
 """What each does is the same with a fresh interpreter, byte for byte; the first four are of `make test`."""
 
 

@@ -13,14 +13,11 @@ from support import processes
 HERE = pathlib.Path(__file__).parent
 
 WORLDS = {
-    "multi_worker 1": ("multi_worker", 1, {}),
-    "multi_worker 2": ("multi_worker", 2, {}),
-    "multi_worker 2 by ring": ("multi_worker", 2, {"communication": "ring"}),
-    "multi_worker 3": ("multi_worker", 3, {}),
-    "multi_worker 2 x 2 devices": ("multi_worker", 2, {"virtual_devices": 2}),
-    "horovod 2": ("horovod", 2, {}),
+    "multi_worker 1": ("multi_worker", 1, {}), "multi_worker 2": ("multi_worker", 2, {}),
+    "multi_worker 2 by ring": ("multi_worker", 2, {"communication": "ring"}), "multi_worker 3": ("multi_worker", 3, {}),
+    "multi_worker 2 x 2 devices": ("multi_worker", 2, {"virtual_devices": 2}), "horovod 2": ("horovod", 2, {}),
     "horovod 3": ("horovod", 3, {}),
-}
+}  # fmt: skip
 """Strategy, workers and options of each."""
 
 

@@ -22,18 +22,15 @@ from tfdist.sweep import results, runner, space
 BASE = shipped.digits()
 
 
-@pytest.mark.parametrize(
-    "text, fields",
-    [
-        ("optimizer.learning_rate=1e-3,1", {"optimizer.learning_rate": [0.001, 1.0]}),
-        ("train.batch_size=32, 64;seed=1 ; ", {"train.batch_size": [32, 64], "seed": [1]}),
-        ("config.data.shuffle=true,False", {"data.shuffle": [True, False]}),
-        ("data.augment=flip,'flip, erase(0.2)',", {"data.augment": ["flip", "flip, erase(0.2)", ""]}),
-        ("data.augment=crop(4, 2),color(0.1); seed=3", {"data.augment": ["crop(4, 2)", "color(0.1)"], "seed": [3]}),
-        ("data.train_split='train[:90%]',train", {"data.train_split": ["train[:90%]", "train"]}),
-        ("data.name=log:1:2", {"data.name": ["log:1:2"]}),
-    ],
-)
+@pytest.mark.parametrize("text, fields", [
+    ("optimizer.learning_rate=1e-3,1", {"optimizer.learning_rate": [0.001, 1.0]}),
+    ("train.batch_size=32, 64;seed=1 ; ", {"train.batch_size": [32, 64], "seed": [1]}),
+    ("config.data.shuffle=true,False", {"data.shuffle": [True, False]}),
+    ("data.augment=flip,'flip, erase(0.2)',", {"data.augment": ["flip", "flip, erase(0.2)", ""]}),
+    ("data.augment=crop(4, 2),color(0.1); seed=3", {"data.augment": ["crop(4, 2)", "color(0.1)"], "seed": [3]}),
+    ("data.train_split='train[:90%]',train", {"data.train_split": ["train[:90%]", "train"]}),
+    ("data.name=log:1:2", {"data.name": ["log:1:2"]}),
+])  # fmt: skip
 def test_what_is_asked_for(text, fields):
     assert space.parse(text) == fields
     for name, values in fields.items():

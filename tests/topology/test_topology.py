@@ -96,14 +96,8 @@ def test_the_compilers_report_is_understood():
     assert compiler.all_reduces([TPU, STARTED, DONE]) == (2, 4 + 2 * 72 + 7 + 4 * 18)
     memory = {"argument": 100, "output": 80, "alias": 70, "temp": 30, "generated_code": 5}
     answer = {
-        "seconds": 2.0,
-        "device": "x",
-        "memory": memory,
-        "peak": 0,
-        "flops": 3e9,
-        "traffic": 0.0,
-        "all_reduces": [TPU],
-    }
+        "seconds": 2.0, "device": "x", "memory": memory, "peak": 0, "flops": 3e9, "traffic": 0.0, "all_reduces": [TPU],
+    }  # fmt: skip
     result = compiler.understood(answer, known.find("v5e-8"))
     assert result.needs == 100 + 30 + 10 + 5
     said = "\n".join(ahead_of_time.lines(result, 6, known.find("v5e-8")))

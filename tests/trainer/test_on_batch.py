@@ -53,12 +53,10 @@ def weighed():
 
 
 MODELS = {
-    "dense": (lambda: compiled(dense()), images),
-    "batch norm": (lambda: compiled(training_cases.batch_norm()), images),
-    "two outputs": (training_cases.compile_two_outputs, two_outputs_data),
-    "own steps": (own_steps, images),
+    "dense": (lambda: compiled(dense()), images), "batch norm": (lambda: compiled(training_cases.batch_norm()), images),
+    "two outputs": (training_cases.compile_two_outputs, two_outputs_data), "own steps": (own_steps, images),
     "weighed": (weighed, training_cases.one_hot),
-}
+}  # fmt: skip
 
 
 def made(name, distribution):
@@ -173,15 +171,12 @@ def test_the_first_call_compares_one_replica_with_all(connect):
     training_cases.all_same(before, model.get_weights())
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda by, m, x, y: by.train_on_batch(m, x, y, y, {0: 2.0}), "sample_weight and class_weight both weigh"),
-        (lambda by, m, x, y: by.train_on_batch(m, x, y[:3]), "one entry per example each, got lengths x 12, y 3"),
-        (lambda by, m, x, y: by.test_on_batch(m, x[:0], y[:0]), "the data set is empty"),
-        (lambda by, m, x, y: by.train_on_batch(dense(), x, y), "the model is not compiled"),
-    ],
-)
+@pytest.mark.parametrize("call, message", [
+    (lambda by, m, x, y: by.train_on_batch(m, x, y, y, {0: 2.0}), "sample_weight and class_weight both weigh"),
+    (lambda by, m, x, y: by.train_on_batch(m, x, y[:3]), "one entry per example each, got lengths x 12, y 3"),
+    (lambda by, m, x, y: by.test_on_batch(m, x[:0], y[:0]), "the data set is empty"),
+    (lambda by, m, x, y: by.train_on_batch(dense(), x, y), "the model is not compiled"),
+])  # fmt: skip
 def test_what_cannot_be_used_is_refused(call, message, connect):
     with pytest.raises(tfdist.UserError, match=message):
         call(ours(connect(1)), made("dense", connect(1)), *images(12))

@@ -188,18 +188,15 @@ def test_steps_decide_the_batch_size_of_arrays_as_in_keras(connect):
     assert tfdist.predict(model, X, batch_size=4, steps=4, verbose=0).shape == (16, 3)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(validation_split=0.2, validation_data=(X, Y)), "validation_split and validation_data both say"),
-        (dict(validation_split=1.0), r"validation_split=1.0 leaves nothing of 44 examples on one side"),
-        (dict(validation_split=0.001, x=X[:1], y=Y[:1]), "validation_split=0.001 leaves nothing of 1 examples"),
-        (dict(validation_steps=2), "validation_steps says how to validate, without data: give validation_data"),
-        (dict(validation_freq=2), "validation_freq says how to validate, without data"),
-        (dict(validation_batch_size=2), "validation_batch_size says how to validate, without data"),
-        (dict(shuffle="batch"), "shuffle must be True or False, got 'batch'"),
-    ],
-)
+@pytest.mark.parametrize("options, message", [
+    (dict(validation_split=0.2, validation_data=(X, Y)), "validation_split and validation_data both say"),
+    (dict(validation_split=1.0), r"validation_split=1.0 leaves nothing of 44 examples on one side"),
+    (dict(validation_split=0.001, x=X[:1], y=Y[:1]), "validation_split=0.001 leaves nothing of 1 examples"),
+    (dict(validation_steps=2), "validation_steps says how to validate, without data: give validation_data"),
+    (dict(validation_freq=2), "validation_freq says how to validate, without data"),
+    (dict(validation_batch_size=2), "validation_batch_size says how to validate, without data"),
+    (dict(shuffle="batch"), "shuffle must be True or False, got 'batch'"),
+])  # fmt: skip
 def test_arguments_that_would_change_nothing(options, message, connect):
     with pytest.raises(tfdist.UserError, match=message):
         tfdist.fit(made(connect(1)), **(dict(x=X, y=Y, verbose=0) | options))
@@ -275,8 +272,7 @@ def torch_data():
 DATA = {
     "arrays": (lambda: dict(x=X, y=Y, sample_weight=W), dict(batch_size=BATCH, epochs=2)),
     "tensors": (lambda: dict(x=tf.constant(X), y=tf.constant(Y)), dict(batch_size=BATCH, epochs=2)),
-    "pandas": (frames, dict(batch_size=BATCH, epochs=2)),
-    "polars": (polars_frames, dict(batch_size=BATCH, epochs=2)),
+    "pandas": (frames, dict(batch_size=BATCH, epochs=2)), "polars": (polars_frames, dict(batch_size=BATCH, epochs=2)),
     "a data set": (lambda: dict(x=tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)), dict(epochs=2)),
     "of unknown length": (
         lambda: dict(x=tf.data.Dataset.from_tensor_slices((X, Y)).filter(lambda x, y: True).batch(BATCH)),
@@ -290,10 +286,9 @@ DATA = {
     "processes": (lambda: dict(x=Sequence(workers=2, use_multiprocessing=True)), dict(epochs=2)),
     "a generator": (lambda: dict(x=generator(BATCHES)), {}),
     "a generator without end": (lambda: dict(x=generator()), dict(epochs=3, steps_per_epoch=4)),
-    "Grain": (grain_data, dict(epochs=2)),
-    "Grain's loader": (lambda: grain_data(loader=True), dict(epochs=2)),
+    "Grain": (grain_data, dict(epochs=2)), "Grain's loader": (lambda: grain_data(loader=True), dict(epochs=2)),
     "torch": (torch_data, dict(epochs=2)),
-}
+}  # fmt: skip
 
 
 SHORT = {("arrays", 1), ("a data set", 2), ("a sequence", 1), ("a generator", 2), ("pandas", 1)}
@@ -412,43 +407,40 @@ def test_a_generator_goes_on_with_a_warning(connect, tmp_path, said):
     assert_same((model, history), (whole, expected))
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(x=generator(BATCHES), epochs=2), "a generator can be read once, and there are 2 epochs: give steps_per"),
-        (dict(x=generator(), steps_per_epoch=2, on_nonfinite="rollback"), "goes back, and a generator cannot"),
-        (dict(x=X, y=Y, epochs=2, validation_data=generator(2)), "read once, and several epochs validate with it"),
-        (dict(x=generator(0)), "the data set is empty"),
-        (dict(x=(b for b in [(X[:2], Y[:2], W[:2], W[:2])])), r"a batch is \(x,\), .*, got 4 entries: nest the inputs"),
-        (dict(x=(b for b in [(X[:2], None, W[:2])])), "sample weights without targets have nothing to weigh"),
-        (dict(x=(b for b in [(X[0], Y[0])])), "cannot train on int64"),
-        (dict(x=(b for b in [(X[:2], Y[:2]), (X[:2, 0], Y[:2])])), "the first two batches of the generator are not al"),
-        (dict(x=generator(), y=Y), "targets and weights belong into the data set itself when it is a generator"),
-        (dict(x=generator(), batch_size=5), "batch_size=5 does not fit a data set of batches of 8"),
-        (dict(x=generator(5), epochs=3, steps_per_epoch=5), "the data set ended before the first update of epoch 2"),
-        (dict(x=X, y=Y, batch_size="8"), "batch_size must be an integer, got '8'"),
-        (dict(x=Sequence(0)), "the data set is empty"),
-        (dict(x=Sequence(None)), "the data set never ends: give steps_per_epoch"),
-        (dict(x=Sequence(max_queue_size=0)), "max_queue_size of Sequence must be at least 1, got 0"),
-        (dict(x=keras.utils.PyDataset()), "PyDataset has no length"),
-        (dict(x=tf.ragged.constant([[1.0], [2.0, 3.0]]), y=Y[:2]), "a RaggedTensor cannot be batched evenly: make it"),
-        (dict(x=(b for b in [(tf.ragged.constant([[1.0]]), Y[:1])])), "a RaggedTensor cannot be batched evenly"),
-        (dict(x=tf.sparse.from_dense(X), y=Y), "a SparseTensor cannot be batched evenly"),
-        (dict(x=iter([(X, Y)])), "cannot train on list_iterator"),
-        (dict(x=X, y=Y, class_weight={"a": 1.0}), "must map class numbers, .* got 'a': 1.0: replace names by the num"),
-        (dict(x=X, y=Y, class_weight={-1: 1.0}), "must map class numbers, from 0 on"),
-        (dict(x=X, y=Y, class_weight={0: "1"}), "to weights, got 0: '1'"),
-        (dict(x=X, y=np.eye(3)[Y][:, None], class_weight={0: 2.0}), r"and the targets have shape \[n, 1, 3\]"),
-        (dict(x=X, y=np.stack([Y, Y], 1), class_weight={0: 2.0}), r"class_weight takes one class .* shape \[n, 2\]"),
-        (dict(x=X, y=Y, class_weight=[1.0, 2.0, 3.0]), "class_weight must be a dict, got list"),
-        (dict(x=Y.astype(str), y=Y), "does not fit the model's inputs .Cast string to float is not supported.: change"),
-        (dict(x=X, y=Y.astype(str)), "targets have the shapes .., its outputs .3,. .Cast string to float is not sup"),
-        (dict(x=X[:, :2], y=Y), "expected axis -1 of input shape to have value 3, .* with shape .None, 2..: change"),
-        (dict(x=X, y=Y, validation_data=(X[:, :2], Y)), "expected axis -1 of input shape to have value 3, .*: change"),
-        (dict(x=X.reshape(22, 2, 3), y=Y[:22]), "Expected shape .None, 3., but .* incompatible shape .None, 2, 3..: "),
-        (dict(x={"a": X, "b": X}, y=Y), "the data does not fit the model's inputs .The structure of `inputs` do"),
-    ],
-)
+@pytest.mark.parametrize("options, message", [
+    (dict(x=generator(BATCHES), epochs=2), "a generator can be read once, and there are 2 epochs: give steps_per"),
+    (dict(x=generator(), steps_per_epoch=2, on_nonfinite="rollback"), "goes back, and a generator cannot"),
+    (dict(x=X, y=Y, epochs=2, validation_data=generator(2)), "read once, and several epochs validate with it"),
+    (dict(x=generator(0)), "the data set is empty"),
+    (dict(x=(b for b in [(X[:2], Y[:2], W[:2], W[:2])])), r"a batch is \(x,\), .*, got 4 entries: nest the inputs"),
+    (dict(x=(b for b in [(X[:2], None, W[:2])])), "sample weights without targets have nothing to weigh"),
+    (dict(x=(b for b in [(X[0], Y[0])])), "cannot train on int64"),
+    (dict(x=(b for b in [(X[:2], Y[:2]), (X[:2, 0], Y[:2])])), "the first two batches of the generator are not al"),
+    (dict(x=generator(), y=Y), "targets and weights belong into the data set itself when it is a generator"),
+    (dict(x=generator(), batch_size=5), "batch_size=5 does not fit a data set of batches of 8"),
+    (dict(x=generator(5), epochs=3, steps_per_epoch=5), "the data set ended before the first update of epoch 2"),
+    (dict(x=X, y=Y, batch_size="8"), "batch_size must be an integer, got '8'"),
+    (dict(x=Sequence(0)), "the data set is empty"),
+    (dict(x=Sequence(None)), "the data set never ends: give steps_per_epoch"),
+    (dict(x=Sequence(max_queue_size=0)), "max_queue_size of Sequence must be at least 1, got 0"),
+    (dict(x=keras.utils.PyDataset()), "PyDataset has no length"),
+    (dict(x=tf.ragged.constant([[1.0], [2.0, 3.0]]), y=Y[:2]), "a RaggedTensor cannot be batched evenly: make it"),
+    (dict(x=(b for b in [(tf.ragged.constant([[1.0]]), Y[:1])])), "a RaggedTensor cannot be batched evenly"),
+    (dict(x=tf.sparse.from_dense(X), y=Y), "a SparseTensor cannot be batched evenly"),
+    (dict(x=iter([(X, Y)])), "cannot train on list_iterator"),
+    (dict(x=X, y=Y, class_weight={"a": 1.0}), "must map class numbers, .* got 'a': 1.0: replace names by the num"),
+    (dict(x=X, y=Y, class_weight={-1: 1.0}), "must map class numbers, from 0 on"),
+    (dict(x=X, y=Y, class_weight={0: "1"}), "to weights, got 0: '1'"),
+    (dict(x=X, y=np.eye(3)[Y][:, None], class_weight={0: 2.0}), r"and the targets have shape \[n, 1, 3\]"),
+    (dict(x=X, y=np.stack([Y, Y], 1), class_weight={0: 2.0}), r"class_weight takes one class .* shape \[n, 2\]"),
+    (dict(x=X, y=Y, class_weight=[1.0, 2.0, 3.0]), "class_weight must be a dict, got list"),
+    (dict(x=Y.astype(str), y=Y), "does not fit the model's inputs .Cast string to float is not supported.: change"),
+    (dict(x=X, y=Y.astype(str)), "targets have the shapes .., its outputs .3,. .Cast string to float is not sup"),
+    (dict(x=X[:, :2], y=Y), "expected axis -1 of input shape to have value 3, .* with shape .None, 2..: change"),
+    (dict(x=X, y=Y, validation_data=(X[:, :2], Y)), "expected axis -1 of input shape to have value 3, .*: change"),
+    (dict(x=X.reshape(22, 2, 3), y=Y[:22]), "Expected shape .None, 3., but .* incompatible shape .None, 2, 3..: "),
+    (dict(x={"a": X, "b": X}, y=Y), "the data does not fit the model's inputs .The structure of `inputs` do"),
+])  # fmt: skip
 def test_data_that_cannot_be_used(options, message, connect):
     with refusals.refused(message):
         tfdist.fit(made(connect(1)), **(dict(verbose=0) | options))

@@ -151,17 +151,14 @@ def break_some(root):
     picture(1).save(gif, "GIF")
     picture(1, mode="P").save(bmp, "BMP")
     broken = {
-        "empty.jpg": (b"", "is empty"),
-        "zeros.jpg": (bytes(1000), "is not a JPEG, PNG, GIF, BMP or WebP image"),
+        "empty.jpg": (b"", "is empty"), "zeros.jpg": (bytes(1000), "is not a JPEG, PNG, GIF, BMP or WebP image"),
         "text.jpg": (b"hello, this is no image", "is not a JPEG"),
         "page.jpg": (b"<html>404</html>" * 50, "is not a JPEG"),
-        "half.jpg": (raw[: len(raw) // 2], "cannot be decoded: "),
-        "head.jpg": (raw[:30], "is cut off"),
-        "half.png": (png[: len(png) // 2], "cannot be decoded: "),
-        "head.png": (png[:18], "is cut off"),
+        "half.jpg": (raw[: len(raw) // 2], "cannot be decoded: "), "head.jpg": (raw[:30], "is cut off"),
+        "half.png": (png[: len(png) // 2], "cannot be decoded: "), "head.png": (png[:18], "is cut off"),
         "half.gif": (gif.getvalue()[:300], "cannot be decoded: "),
         "colours.bmp": (bmp.getvalue(), "is a BMP with a palette"),
-    }
+    }  # fmt: skip
     for name, (content, _) in broken.items():
         (root / "cat" / name).write_bytes(content)
     (root / "cat" / "gone.jpg").symlink_to("nowhere.jpg")
@@ -340,16 +337,10 @@ def test_the_command(tmp_path, run):
     folder(tmp_path / "pictures", each=10)
     (tmp_path / "pictures" / "cat" / "empty.jpg").write_bytes(b"")
     flags = [
-        f"--config.data.name=image_folder:{tmp_path / 'pictures'}",
-        "--config.data.train_split=train[:80%]",
-        "--config.data.eval_split=train[80%:]",
-        "--config.data.image_size=8",
-        "--config.train.batch_size=8",
-        "--config.train.epochs=2",
-        "--config.optimizer.warmup=0%",
-        "--config.model.name=mlp",
-        "--workdir=out",
-    ]
+        f"--config.data.name=image_folder:{tmp_path / 'pictures'}", "--config.data.train_split=train[:80%]",
+        "--config.data.eval_split=train[80%:]", "--config.data.image_size=8", "--config.train.batch_size=8",
+        "--config.train.epochs=2", "--config.optimizer.warmup=0%", "--config.model.name=mlp", "--workdir=out",
+    ]  # fmt: skip
     first = run("tfdist.train", *flags)
     assert first.returncode == 2
     assert first.stderr.count("\n") == 1 and "1 of 31 files is not an image: cat/empty.jpg is empty" in first.stderr
@@ -479,12 +470,9 @@ def headers():
     extended = (19_999).to_bytes(3, "little") + (29_999).to_bytes(3, "little")
     jpeg = b"\xff\xd8\xff\xc0\0\x11\x08" + (30_000).to_bytes(2, "big") + (20_000).to_bytes(2, "big")
     return {
-        "png": png + b"\x08\2\0\0\0",
-        "gif": b"GIF89a" + little,
-        "bmp": bmp,
-        "webp": b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + extended,
-        "jpg": jpeg + b"\0" * 20 + b"\xff\xd9",
-    }
+        "png": png + b"\x08\2\0\0\0", "gif": b"GIF89a" + little, "bmp": bmp,
+        "webp": b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + extended, "jpg": jpeg + b"\0" * 20 + b"\xff\xd9",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", headers())

@@ -62,17 +62,14 @@ def test_splits_by_file_and_patterns(folder, tmp_path):
     assert data.examples == data.train.size == 1 and bytes(data.eval.columns[0].reshape(-1).tolist()) == b"to b"
 
 
-@pytest.mark.parametrize(
-    "path, splits, length, message",
-    [
-        ("*.md", "train", 4, r"data.name=text:.*md has no files: give a text file, a folder, or a pattern"),
-        ("", "test", 4, "text:.* in windows of 4 bytes has no split 'test': known are train"),
-        ("", "train", 100, "selects none of the 0 examples of text:.* in windows of 100 bytes"),
-        ("", "train", True, "length must be an integer of at least 1, got True"),
-        ("", "train", 0, "length must be an integer of at least 1, got 0"),
-        ("", "train", "long", "length must be an integer of at least 1, got 'long'"),
-    ],
-)
+@pytest.mark.parametrize("path, splits, length, message", [
+    ("*.md", "train", 4, r"data.name=text:.*md has no files: give a text file, a folder, or a pattern"),
+    ("", "test", 4, "text:.* in windows of 4 bytes has no split 'test': known are train"),
+    ("", "train", 100, "selects none of the 0 examples of text:.* in windows of 100 bytes"),
+    ("", "train", True, "length must be an integer of at least 1, got True"),
+    ("", "train", 0, "length must be an integer of at least 1, got 0"),
+    ("", "train", "long", "length must be an integer of at least 1, got 'long'"),
+])  # fmt: skip
 def test_what_cannot_be_used(path, splits, length, message, folder):
     with refused(message):
         text.load(str(folder / path), {"data.train_split": splits}, 1e9, length)
@@ -112,19 +109,16 @@ def test_an_experiment_on_text(folder):
         registry.load(e)
 
 
-@pytest.mark.parametrize(
-    "name, options, message",
-    [
-        ("stdlib_text", "length=0", "length must be an integer of at least 1, got 0"),
-        ("stdlib_text", "examples=few", "examples must be an integer of at least 1, got 'few'"),
-        ("synthetic", "examples=-5", "examples must be an integer of at least 1, got -5"),
-        ("synthetic", "classes=0", "classes must be an integer of at least 1, got 0"),
-        ("synthetic", "shape=5", r"shape must be that of an example, such as \(8, 8, 3\), got 5"),
-        ("synthetic", "shape=[0, 3]", "each side of shape must be an integer of at least 1, got 0"),
-        ("synthetic", "noise=loud", "noise must be a number, got 'loud'"),
-        ("synthetic", "noise=1, noise=2", "is not understood: write name=value, name=value, each name once"),
-    ],
-)
+@pytest.mark.parametrize("name, options, message", [
+    ("stdlib_text", "length=0", "length must be an integer of at least 1, got 0"),
+    ("stdlib_text", "examples=few", "examples must be an integer of at least 1, got 'few'"),
+    ("synthetic", "examples=-5", "examples must be an integer of at least 1, got -5"),
+    ("synthetic", "classes=0", "classes must be an integer of at least 1, got 0"),
+    ("synthetic", "shape=5", r"shape must be that of an example, such as \(8, 8, 3\), got 5"),
+    ("synthetic", "shape=[0, 3]", "each side of shape must be an integer of at least 1, got 0"),
+    ("synthetic", "noise=loud", "noise must be a number, got 'loud'"),
+    ("synthetic", "noise=1, noise=2", "is not understood: write name=value, name=value, each name once"),
+])  # fmt: skip
 def test_options_of_data_that_is_made(name, options, message):
     with refused(f"data.options.*{message}"):
         registry.load(config.Experiment(data=config.Data(name=name, options=options)))

@@ -308,14 +308,11 @@ def test_damaged_records_of_tfds(cache, damage, message, tmp_path):
         registry.load(experiment(tmp_path, name="digits", cache=cache))
 
 
-@pytest.mark.parametrize(
-    "data, message",
-    [
-        ({}, "the images of photos have different sizes: set data.image_size, such as 224"),
-        ({"image_size": "8", "train_split": "trian"}, "unknown data.train_split 'trian': photos has t"),
-        ({"image_size": "8", "eval_split": "test[:0]"}, r"data.eval_split='test\[:0\]' of photos is empty"),
-    ],
-)
+@pytest.mark.parametrize("data, message", [
+    ({}, "the images of photos have different sizes: set data.image_size, such as 224"),
+    ({"image_size": "8", "train_split": "trian"}, "unknown data.train_split 'trian': photos has t"),
+    ({"image_size": "8", "eval_split": "test[:0]"}, r"data.eval_split='test\[:0\]' of photos is empty"),
+])  # fmt: skip
 def test_what_is_refused(data, message, folders):
     for kind in folders:
         with refused(message):

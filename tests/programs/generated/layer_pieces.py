@@ -198,12 +198,9 @@ def lines(text: str) -> list[str]:
 
 
 SAME = {
-    "features": lines(FEATURES),
-    "sequence": lines(SEQUENCES),
-    "image": lines(IMAGES),
-    "volume": lines(VOLUMES),
+    "features": lines(FEATURES), "sequence": lines(SEQUENCES), "image": lines(IMAGES), "volume": lines(VOLUMES),
     "frames": ["L.TimeDistributed(L.Conv2D(2, 2, padding='same'))"],
-}
+}  # fmt: skip
 """What keeps the kind of what it takes."""
 
 INPUTS = {

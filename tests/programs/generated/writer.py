@@ -18,12 +18,9 @@ ROWS = [
     "rows(data).shuffle(99, seed=1, reshuffle_each_iteration=False)",
 ]
 BATCHES = {
-    "batched": "rows(data).batch({batch})",
-    "uneven": "uneven(data, {batch})",
-    "PyDataset": "Rows(data, {batch})",
-    "threads": "Rows(data, {batch}, workers=2)",
-    "generator": "endless(data, {batch})",
-}
+    "batched": "rows(data).batch({batch})", "uneven": "uneven(data, {batch})", "PyDataset": "Rows(data, {batch})",
+    "threads": "Rows(data, {batch}, workers=2)", "generator": "endless(data, {batch})",
+}  # fmt: skip
 REDUCTIONS = ["reduction='sum'", "reduction='mean'", "reduction='mean_with_sample_weight'", "reduction='none'"]
 
 

@@ -261,8 +261,7 @@ PROGRAMS = [
         lambda: L.ActivityRegularization(l2=0.1),
     ),
     of_tokens("BatchNormalization masked", lambda: L.BatchNormalization(synchronized=True), L.GlobalAveragePooling1D),
-    of_features("LayerNormalization", L.LayerNormalization),
-    of_features("RMSNormalization", L.RMSNormalization),
+    of_features("LayerNormalization", L.LayerNormalization), of_features("RMSNormalization", L.RMSNormalization),
     of_features("GroupNormalization", lambda: L.GroupNormalization(2)),
     of_features("UnitNormalization", L.UnitNormalization),
     of_features("SpectralNormalization", lambda: L.SpectralNormalization(L.Dense(6))),
@@ -276,8 +275,7 @@ PROGRAMS = [
     Program("layer Embedding with LoRA", lora_in_embedding, lambda n: (tokens(n), classes(n)[1])),
     Program("layer int8 with LoRA", lambda: quantized("int8"), classes, tolerance=1e-5, refused=NO_BROADCAST),
     Program("layer int4 with LoRA", lambda: quantized("int4"), classes, tolerance=1e-5, refused=NO_BROADCAST),
-    of_tokens("Embedding", L.GlobalAveragePooling1D),
-    of_tokens("LSTM masked", lambda: L.LSTM(4), rows=UNEVEN),
+    of_tokens("Embedding", L.GlobalAveragePooling1D), of_tokens("LSTM masked", lambda: L.LSTM(4), rows=UNEVEN),
     of_tokens(
         "GRU masked, both ways",
         lambda: L.Bidirectional(L.GRU(3, return_sequences=True)),
@@ -310,8 +308,7 @@ PROGRAMS = [
     of_sequences("AdditiveAttention", lambda: Attends(L.AdditiveAttention(), 4), L.Flatten),
     of_features("activations", lambda: L.PReLU(), L.ELU, L.Softmax, precision="float64"),
     of_features("ReLU", L.ReLU, L.LeakyReLU, precision="float64"),
-    of_features("Lambda", lambda: L.Lambda(lambda x: x * x), L.Identity),
-    Program("layer merging", merging, classes),
+    of_features("Lambda", lambda: L.Lambda(lambda x: x * x), L.Identity), Program("layer merging", merging, classes),
     Program("layer of a nested model", nested, classes),
     Program("layer used twice", lambda: compiled(SharedTwice()), classes),
     Program("layer made in build", lambda: compiled(BuiltInCall()), classes),
@@ -335,4 +332,4 @@ PROGRAMS = [
         tolerance=1e-2,
     ),
     Program("layer ops of TensorFlow", lambda: stack((6,), L.Lambda(lambda x: tf.math.cumsum(x, axis=-1))), classes),
-]
+]  # fmt: skip

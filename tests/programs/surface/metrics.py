@@ -39,70 +39,45 @@ def measured(name, make, data, loss="mse", activation=None, units=5, weighted=Fa
 
 def of_probabilities():
     return [
-        metrics.BinaryAccuracy(),
-        metrics.BinaryCrossentropy(),
-        metrics.AUC(num_thresholds=20),
-        metrics.AUC(num_thresholds=20, curve="PR", name="pr"),
-        metrics.Precision(),
-        metrics.Recall(thresholds=[0.3, 0.6]),
-        metrics.TruePositives(),
-        metrics.TrueNegatives(),
-        metrics.FalsePositives(),
-        metrics.FalseNegatives(),
-        metrics.PrecisionAtRecall(0.5, 20),
-        metrics.RecallAtPrecision(0.5, 20),
-        metrics.SensitivityAtSpecificity(0.5, 20),
-        metrics.SpecificityAtSensitivity(0.5, 20),
-        metrics.BinaryIoU([0, 1], threshold=0.5),
-    ]
+        metrics.BinaryAccuracy(), metrics.BinaryCrossentropy(), metrics.AUC(num_thresholds=20),
+        metrics.AUC(num_thresholds=20, curve="PR", name="pr"), metrics.Precision(),
+        metrics.Recall(thresholds=[0.3, 0.6]), metrics.TruePositives(), metrics.TrueNegatives(),
+        metrics.FalsePositives(), metrics.FalseNegatives(), metrics.PrecisionAtRecall(0.5, 20),
+        metrics.RecallAtPrecision(0.5, 20), metrics.SensitivityAtSpecificity(0.5, 20),
+        metrics.SpecificityAtSensitivity(0.5, 20), metrics.BinaryIoU([0, 1], threshold=0.5),
+    ]  # fmt: skip
 
 
 def of_class_numbers():
     return [
-        metrics.SparseCategoricalAccuracy(),
-        metrics.SparseCategoricalCrossentropy(from_logits=True),
-        metrics.SparseTopKCategoricalAccuracy(2),
-        metrics.IoU(5, [0, 2], sparse_y_pred=False),
-        metrics.MeanIoU(5, sparse_y_pred=False),
-        "accuracy",
-    ]
+        metrics.SparseCategoricalAccuracy(), metrics.SparseCategoricalCrossentropy(from_logits=True),
+        metrics.SparseTopKCategoricalAccuracy(2), metrics.IoU(5, [0, 2], sparse_y_pred=False),
+        metrics.MeanIoU(5, sparse_y_pred=False), "accuracy",
+    ]  # fmt: skip
 
 
 def of_one_hot_classes():
     return [
-        metrics.CategoricalAccuracy(),
-        metrics.CategoricalCrossentropy(),
-        metrics.TopKCategoricalAccuracy(2),
-        metrics.OneHotIoU(5, [1, 3]),
-        metrics.OneHotMeanIoU(5),
-        metrics.F1Score(average="weighted"),
-        metrics.FBetaScore(beta=2.0, average="micro"),
-        metrics.F1Score(name="f1_by_class"),
-        metrics.CategoricalHinge(),
+        metrics.CategoricalAccuracy(), metrics.CategoricalCrossentropy(), metrics.TopKCategoricalAccuracy(2),
+        metrics.OneHotIoU(5, [1, 3]), metrics.OneHotMeanIoU(5), metrics.F1Score(average="weighted"),
+        metrics.FBetaScore(beta=2.0, average="micro"), metrics.F1Score(name="f1_by_class"), metrics.CategoricalHinge(),
         "accuracy",
-    ]
+    ]  # fmt: skip
 
 
 def of_numbers():
     return [
-        metrics.MeanAbsoluteError(),
-        metrics.MeanSquaredError(),
-        metrics.RootMeanSquaredError(),
-        metrics.LogCoshError(),
-        metrics.CosineSimilarity(),
-        metrics.R2Score(),
-        metrics.R2Score(class_aggregation=None, name="r2_by_output"),
+        metrics.MeanAbsoluteError(), metrics.MeanSquaredError(), metrics.RootMeanSquaredError(), metrics.LogCoshError(),
+        metrics.CosineSimilarity(), metrics.R2Score(), metrics.R2Score(class_aggregation=None, name="r2_by_output"),
         metrics.MeanMetricWrapper(lambda y, p: ops.max(ops.abs(y - p), -1), name="farthest"),
-    ]
+    ]  # fmt: skip
 
 
 def of_positive_numbers():
     return [
-        metrics.MeanSquaredLogarithmicError(),
-        metrics.MeanAbsolutePercentageError(),
-        metrics.Poisson(),
+        metrics.MeanSquaredLogarithmicError(), metrics.MeanAbsolutePercentageError(), metrics.Poisson(),
         metrics.KLDivergence(),
-    ]
+    ]  # fmt: skip
 
 
 def of_columns():
