@@ -35,7 +35,7 @@ from tfdist.keras_bridge.setups import digest, is_constant, of_object
 _STARTED_IN = os.getcwd()  # to which names of files in code are relative
 PLACE, ROUND = "the place of the call", "the round of the loops around the call"
 AROUND, UNTOLD = "the variables around the call", "whether a round is not told"
-LOOPS = "the round of the loops without arguments of functions"
+LOOPS = "the round of the loops without arguments that they go through"
 STARTING, CONTENT, FROZEN = "the starting state of the model", "the content of", "frozen layers"
 _TELLING = PLACE, ROUND, LOOPS, AROUND, UNTOLD
 _NOT_OF_RESULT = "place", CODE, *_TELLING, STARTING, setups.ENCLOSED
@@ -98,7 +98,7 @@ def find(
     placed = lambda n: same(n, PLACE, ROUND) if PLACE in known[n].facts else [n] == later[:1]  # of 0.2.0
     here = [*filter(placed, known)]
     # A round that is told, and not recorded, is another one, whatever else is the same: a digest does not hold all.
-    # An argument alone may say where the script begins this time (`def run(first): for fold in range(first, 5)`).
+    # An argument of its loop may say where the script begins this time (`def run(first): for k in range(first, 5)`).
     alike = [n for n in known if facts[LOOPS] and PLACE in known[n].facts and same(n, PLACE, LOOPS)]
     candidates = here or (known if changed or facts[UNTOLD] else alike)
     exact = [n for n in candidates if same(n, STARTING, *lasting) and known[n].begin == random_state]
@@ -145,22 +145,25 @@ def in_memory(data: Any) -> bool:
 def _of_call(code: Container[pathlib.Path]) -> dict[str, Any]:
     """Returns what tells a call from others: where functions of these files are running, and with what variables."""
     places, rounds, around = list[tuple](), list[tuple[str, list]](), list[tuple[str, str]]()
-    of_loops = list[tuple[str, list]]()
+    of_loops, is_looped = list[tuple[str, list]](), False
     untold = 0  # 1 if a variable does not tell its round, 2 if none of a loop does
     for frame, line in traceback.walk_stack(None):
         path, running = pathlib.Path(_STARTED_IN, frame.f_code.co_filename).resolve(), frame.f_code
         if path not in code:
             continue
         values = {**frame.f_globals, **frame.f_locals}  # those of a comprehension are in a frame of its own
-        loops = [(c, s) for a, b, c, s in _loops(path) if a <= line <= b and (not c or c & values.keys())]
+        around_call = [(c, s, o) for a, b, c, s, o in _loops(path) if a <= line <= b and (not c or c & values.keys())]
+        loops = [(counting, stored) for counting, stored, _ in around_call]
         targets = {name for counting, _ in loops for name in counting}
+        through = {name for *_, over in around_call for name in over} - targets
         named = {*targets, *running.co_varnames[: running.co_argcount + running.co_kwonlyargcount]}
         others = {*running.co_freevars}.union(*(stored for _, stored in loops))
         others |= set() if places or running.co_name == "<module>" else {*frame.f_locals}  # of what calls fit
         places.append((running.co_name, *_called(path, running, frame.f_lasti)))
         told = {name: _told(values[name], name in targets) for name in sorted(named & values.keys())}
         rounds += told.items()
-        of_loops += [(name, told[name]) for name in sorted(targets & told.keys())]
+        of_loops += [(name, numbers) for name, numbers in told.items() if name not in through]
+        is_looped |= any(told[name] for name in targets & told.keys())
         untold = max(untold, not all(told.values()))
         for parts in ([values[name] for name in counting or stored if name in values] for counting, stored in loops):
             models = any(isinstance(part, _FOLLOWING_CALLS) for part in parts)
@@ -169,7 +172,7 @@ def _of_call(code: Container[pathlib.Path]) -> dict[str, Any]:
         # A duration is no more the same in another start than the time.
         others = {name for name in others if not isinstance(values.get(name), float | datetime.datetime)}
         around += [(name, _pickled(values[name])) for name in sorted((named | others) & values.keys())]
-    looped = digest(of_loops) if any(numbers for _, numbers in of_loops) else ""
+    looped = digest(of_loops) if is_looped else ""
     return {PLACE: digest(places), ROUND: digest(rounds), LOOPS: looped, AROUND: digest(around), UNTOLD: untold}
 
 
@@ -192,8 +195,8 @@ def _calls(path: pathlib.Path) -> dict[tuple, str]:
 
 
 @functools.cache
-def _loops(path: pathlib.Path) -> list[tuple[int, int, set[str], set[str]]]:
-    """Returns the first and last line of each loop of a file, with what counts its rounds, and all that it sets."""
+def _loops(path: pathlib.Path) -> list[tuple[int, int, set[str], set[str], set[str]]]:
+    """Returns first and last line of each loop of a file, what counts its rounds, what it sets, and goes through."""
     found = []
     names = lambda *parts: {n.id for part in parts for n in ast.walk(part) if isinstance(n, ast.Name)}
     for node in ast.walk(user_functions.tree(path)):
@@ -203,7 +206,8 @@ def _loops(path: pathlib.Path) -> list[tuple[int, int, set[str], set[str]]]:
         if (parts or isinstance(node, ast.While)) and isinstance(node, ast.stmt | ast.expr):
             stored: list[ast.AST] = [n for n in ast.walk(node) if isinstance(getattr(n, "ctx", None), ast.Store)]
             stored += [node.test] if isinstance(node, ast.While) else []
-            found.append((node.lineno, node.end_lineno or 0, names(*parts), names(*stored)))
+            over = [part.iter for part in (node, *getattr(node, "generators", ())) if hasattr(part, "iter")]
+            found.append((node.lineno, node.end_lineno or 0, names(*parts), names(*stored), names(*over)))
     return found
 
 
@@ -266,6 +270,7 @@ def _told(value: Any, in_loop: bool) -> list:
     leaves = [os.fspath(leaf) if isinstance(leaf, os.PathLike) else leaf for leaf in leaves]
     any_kind = (str, np.ndarray) if in_loop else ()
     told = [a for a in leaves if isinstance(a, any_kind) or (isinstance(a, str | int | float) and is_constant(a, True))]
-    told = [_TIME.sub("", a) if isinstance(a, str) else a for a in told]
+    undated = lambda a: _TIME.sub("", a) if isinstance(a, str) else a
+    told = [undated(a) for a in told if not (isinstance(a, str) and a and not undated(a))]  # no time alone
     odd = lambda a: str(a).startswith(tempfile.gettempdir()) or getattr(a, "dtype", np.dtype(int)).kind not in "biu"
     return [f"{a:.6g}" if isinstance(a, float) else a for a in told if not odd(a)]  # devices differ in the last bits
