@@ -62,9 +62,8 @@ class Workspace:
             raise TrainingError(f"pip cannot install Horovod ({self._error()}): the log is {self.log}")
 
     def last_line(self) -> str:
-        """Returns what the last program has said last."""
-        lines = self.log.read_text(errors="replace").rpartition("\n$ ")[2].splitlines()[1:]
-        return _shorten(next((line for line in reversed(lines) if line.strip()), "no message yet"))
+        """Returns how far the last program is, or what it said last; see `progress`."""
+        return progress(self.log.read_text(errors="replace"))
 
     def _pip(self, *arguments: object) -> int:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
@@ -86,6 +85,13 @@ class Workspace:
 
     def _error(self) -> str:
         return first_error(self.log.read_text(errors="replace").rpartition("\n$ ")[2])
+
+
+def progress(log: str) -> str:
+    """Returns the line of a log that says how far its last program is: the last one with a percentage, or of all."""
+    lines = [line for line in log.rpartition("\n$ ")[2].splitlines()[1:] if line.strip()]
+    steps = [line for line in lines if re.match(r"\s*\[ *\d+%\]", line)]
+    return _shorten((steps or lines or ["no message yet"])[-1])
 
 
 def first_error(log: str) -> str:
