@@ -22,8 +22,11 @@ from tfdist.step.step_calls import OutOfMemory
 from tfdist.trainer import callbacks as callbacks_lib
 from tfdist.trainer.agreement import NOTHING_DUE, Decisions, Due
 
-_FOREIGN: weakref.WeakKeyDictionary[keras.Model, set[str]] = weakref.WeakKeyDictionary()
-"""What a step writes or draws from and no checkpoint holds, by model: only the call of fit that traces it sees that."""
+_FOREIGN: weakref.WeakKeyDictionary[keras.Model, dict[str, bool]] = weakref.WeakKeyDictionary()
+"""What a step writes or draws from and no checkpoint holds, and whether a line has told it, by model.
+
+Only the call of fit that traces a step sees that, with checkpoints or without.
+"""
 
 
 class CheckpointHook:
@@ -36,7 +39,7 @@ class CheckpointHook:
             setups.of_callbacks(run.model, run.callbacks.callbacks)
         self._saved: tuple | None = None  # place of the last one
         self._rollbacks = 0
-        self._foreign = _FOREIGN.setdefault(run.model, set())
+        self._foreign = _FOREIGN.setdefault(run.model, {})
 
     def _place(self, position: Position) -> tuple[int, int, int, bool]:
         return position.update, position.epoch, position.begun, position.measured
@@ -46,8 +49,7 @@ class CheckpointHook:
         if self._checkpoints is None:
             return position
         self._run.distribution.peers.watch.on_loss = self._checkpoints.write_held
-        if self._foreign:
-            self._checkpoints.cannot_hold(self._foreign)
+        self._tell_foreign_state()
         resumed = self._checkpoints.begin(self._run)
         if resumed is not None:
             self._saved = self._place(resumed)
@@ -61,9 +63,6 @@ class CheckpointHook:
     @contextlib.contextmanager
     def noting_foreign_state(self, call: Any, arguments: tuple) -> Iterator[None]:
         """Warns, after the first call with these arguments, of what it changes and a checkpoint does not hold."""
-        if self._checkpoints is None:
-            yield
-            return
         with layer_state.noting_writes() as writes:
             yield
         foreign = layer_state.foreign(self._run.model, writes, generators=True)
@@ -73,14 +72,21 @@ class CheckpointHook:
         else:
             kinds = layer_state.kinds_of(call.get_concrete_function(*arguments).graph)
             names |= {*layer_state.drawing(kinds), *kinds & layer_state.PYTHON}
-        if names - self._foreign:
-            self._checkpoints.cannot_hold(names)
-            what = f"writes, or draws from, what no checkpoint holds ({', '.join(sorted(names))})"
+        if new := names - self._foreign.keys():
+            self._foreign.update(dict.fromkeys(new, False))
+            self._tell_foreign_state()
+
+    def _tell_foreign_state(self) -> None:
+        if self._checkpoints is None or not self._foreign:
+            return
+        self._checkpoints.cannot_hold({*self._foreign})
+        if not all(self._foreign.values()):
+            what = f"writes, or draws from, what no checkpoint holds ({', '.join(sorted(self._foreign))})"
             logger.info(
                 f"WARNING: the training step {what}: use add_weight, generators that are attributes of the model, "
                 "keras.random, and tf.numpy_function(..., stateful=False) for Python that does not draw"
             )
-        self._foreign |= names
+            self._foreign.update(dict.fromkeys(self._foreign, True))
 
     def limit(self, position: Position) -> float:
         """Returns how many updates there may be before the next checkpoint, or the next one to skip."""
