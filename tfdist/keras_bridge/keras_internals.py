@@ -586,6 +586,12 @@ def rate_setting(
     return getattr(optimizer, "_learning_rate", None)
 
 
+def rate_variables(optimizers: Sequence[keras.optimizers.Optimizer]) -> list[keras.Variable]:
+    """Returns the learning rates that a program may assign, those within other optimizers included."""
+    rates = [rate_setting(one) for optimizer in optimizers for one in updating(optimizer)]
+    return [rate for rate in rates if isinstance(rate, keras.Variable)]
+
+
 counter = operator.attrgetter("_iterations")
 """The variable in which an optimizer counts batches; in public, `iterations` are divided where it accumulates them."""
 accumulators = operator.attrgetter("_accumulated_gradients")

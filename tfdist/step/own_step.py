@@ -294,9 +294,8 @@ def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
 
     with contextlib.ExitStack() as changes:
         changes.enter_context(keras_internals.without_reduction())
-        rates = [keras_internals.rate_setting(one) for o in known for one in keras_internals.updating(o)]
-        variables = [rate for rate in rates if isinstance(rate, keras.Variable)]
-        watched = [(rate, functools.partial(assign_rate, rate.assign)) for rate in variables]
+        rates = keras_internals.rate_variables(known)
+        watched = [(rate, functools.partial(assign_rate, rate.assign)) for rate in rates]
         changes.enter_context(keras_internals.replaced("assign", watched))
         for optimizer in known:
             base = inner_optimizer(optimizer)

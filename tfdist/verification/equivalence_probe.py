@@ -362,9 +362,8 @@ class EquivalenceProbe:
             means = replica.distribution.all_sum(means)
         kept = {v.path: total / replica.distribution.replicas for v, total in zip(self._gathered, means)}
         if self._training and self._own:
-            rates = map(keras_internals.rate_setting, preconditions.optimizers(model))
             alike = [*keras_internals.fixed_variables(model), *model.trainable_variables]
-            alike += [rate for rate in rates if isinstance(rate, keras.Variable)]
+            alike += keras_internals.rate_variables(preconditions.optimizers(model))
             kept.update({v.path: tf.convert_to_tensor(v.value) for v in alike})
         return {f"{STATE} {path!r}": value for path, value in kept.items()}
 
