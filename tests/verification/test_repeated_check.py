@@ -11,8 +11,10 @@ from keras import ops
 from support.covering import first
 
 import tfdist
-from tfdist.keras_bridge import row_mixing
+from tfdist.keras_bridge import loss, row_mixing
+from tfdist.step import step_calls
 from tfdist.trainer import on_batch
+from tfdist.verification.equivalence_probe import EquivalenceProbe
 
 L = keras.layers
 BATCH = 8
@@ -174,6 +176,23 @@ def test_a_check_that_is_repeated_changes_nothing_and_keeps_no_model(connect):
     del model, history
     gc.collect()
     assert gone() is None
+
+
+def test_a_check_for_which_one_worker_has_no_memory_is_left_out_by_all(connect, monkeypatch):
+    """The others would wait for it in a sum."""
+    peers, run, ran = type(connect(2).peers), EquivalenceProbe.run, []
+    gather = peers.gather
+
+    def with_another(peers, label, value=None):
+        found = gather(peers, label, value)
+        return [*found, False] if label == "whether memory suffices to check" else found
+
+    monkeypatch.setattr(peers, "gather", with_another)
+    monkeypatch.setattr(EquivalenceProbe, "run", lambda probe, *a, **k: (ran.append(*a), run(probe, *a, **k))[1])
+    model = compiled(connect)
+    tfdist.fit(model, *data(late=False), BATCH, distribution=connect(2), verbose=0)
+    # Smaller and smaller ones until there are too few rows.
+    assert ran[-1] and step_calls._STEPS[id(model)].step.most_rows < loss.SAMPLE_ROWS
 
 
 @pytest.mark.whole

@@ -155,10 +155,18 @@ class RepeatedCheck:
                 self._repeat(comparison, probe, done, available)
 
     def _repeat(self, comparison: Comparison, probe: EquivalenceProbe, done: int, available: int) -> None:
-        groups = probe.some_rows()[1:]  # of single rows
+        groups, peers = probe.some_rows()[1:], self._step.distribution.peers  # of single rows
         try:
-            with self._step.distribution.peers.during("compiling"):
-                (distances,) = _of_all_workers(probe, probe.run(True).distance(probe.run(False)))
+            with peers.during("compiling"):
+                try:
+                    whole = probe.run(True)
+                except tf.errors.ResourceExhaustedError:
+                    whole = None
+                # One worker alone may lack the memory: the others would wait for it in a sum.
+                if not all(peers.gather("whether memory suffices to check", whole is not None)):
+                    self._step.most_rows = probe.count // 2
+                    return
+                (distances,) = _of_all_workers(probe, whole.distance(probe.run(False)))
                 suspect = not max(distances.values(), default=0.0) <= ROUNDING
                 some = [groups[done % len(groups)]] if groups else []
                 outcome = _of_some_rows(probe, [[*range(probe.count)], *some] if suspect else some)
