@@ -58,7 +58,7 @@ class Prepared:
         feed = sources.read(self.source, self.layout, True, 0)
         part = feed.next(update, 99)
         arguments = (part.feed, tf.constant(part.first), tf.constant(part.last))
-        options = functions.TrainingOptions(full=part.full, norm=kind == "train")
+        options = functions.TrainingOptions(norm=kind == "train")
         call = self.step.compiled(kind, self.layout, options, part.count)
         return tpu_cores.look(call.get_concrete_function(*arguments[: 2 if kind == "predict" else 3]))
 

@@ -67,7 +67,7 @@ FORMS = {
 }
 
 
-IN_AN_EVALUATION = r"^found after \d+ batches: .* in an evaluation: loss 'ignoring' differs"
+IN_AN_EVALUATION = r"^found after \d+ batch(es)?: .* in an evaluation: loss 'ignoring' differs"
 
 
 def compiled(connect, *layers, loss=ignoring, replicas=2, metrics=None):
@@ -115,7 +115,7 @@ def test_weights_of_later_updates(connect):
     """Where the mean is far from the threshold, and where it has passed it, halves of a batch agree with the whole."""
     model = compiled(connect, lambda: L.Dense(3, use_bias=False), FreeBits, loss="mse")
     model.optimizer.learning_rate = 0.2
-    with pytest.raises(tfdist.UserError, match=r"^found after \d+ updates: .*add_loss differs .* which layer"):
+    with pytest.raises(tfdist.UserError, match=r"^found after \d+ updates?: .*add_loss differs .* which layer"):
         tfdist.fit(model, *data(late=False), BATCH, epochs=20, distribution=connect(2), verbose=0)
 
 
@@ -178,6 +178,20 @@ def test_a_check_that_is_repeated_changes_nothing_and_keeps_no_model(connect):
     assert gone() is None
 
 
+class FullOnly(L.Layer):
+    def call(self, x):
+        return x * ops.cast(ops.shape(x)[0] >= BATCH, x.dtype)
+
+
+def test_code_that_asks_whether_a_batch_is_full(connect):
+    """Each batch is a part of one on a replica: nothing was trained, and all numbers agreed on a row less."""
+    x, y = data(late=False)
+    with pytest.raises(tfdist.UserError, match=r"^found after 1 update: .* loss 'mse' differs"):
+        tfdist.fit(compiled(connect, FullOnly, loss="mse"), x, y, BATCH, distribution=connect(2), verbose=0)
+    with pytest.raises(tfdist.UserError, match=r"^found after 1 batch: .* in a prediction: output '?\w+'? differs"):
+        tfdist.predict(compiled(connect, FullOnly, loss="mse"), x, BATCH, distribution=connect(2), verbose=0)
+
+
 def test_a_check_for_which_one_worker_has_no_memory_is_left_out_by_all(connect, monkeypatch):
     """The others would wait for it in a sum."""
     peers, run, ran = type(connect(2).peers), EquivalenceProbe.run, []
@@ -235,7 +249,7 @@ def large(rows=2 * LARGE):
 def test_a_capacity_of_rows_of_a_batch(connect, kind, rows):
     """30 rows show before the first batch, and were taken for rounding; 80 show on whole batches alone."""
     model, (x, y) = compiled(connect, lambda: Capacity(rows), loss="mse"), large()
-    found = r"^(found after 1 (updates|batches): )?1 and 2 replicas disagree .*, since layer 'capacity.*' looks at the"
+    found = r"^(found after 1 (update|batch): )?1 and 2 replicas disagree .*, since layer 'capacity.*' looks at the"
     with pytest.raises(tfdist.UserError, match=found):
         getattr(tfdist, kind)(
             model, x, *([] if kind == "predict" else [y]), batch_size=LARGE, distribution=connect(2), verbose=0

@@ -49,6 +49,7 @@ class Layout:
     virtual: bool = False  # the replicas are virtual: shapes depend on the number of examples alone, and sums are exact
     ends_anywhere: bool = False  # the number of batches is unknown, and may differ on other workers, see `next_batch`
     none_empty: bool = False  # every batch has a row for each virtual replica of each micro-batch
+    full: bool = False  # every batch is known to have `batch` examples, so that shapes are known when a step is traced
 
     @property
     def max_micro_rows(self) -> int:
@@ -148,7 +149,8 @@ class Batch(NamedTuple):
     ) -> MicroBatch:
         """Takes the rows of a replica in a micro-batch; arguments as for `Layout`."""
         rows = layout.of_replica(count, micro, replica)
-        certain = layout.replicas * layout.accumulate == 1 or isinstance(count, int) or layout.none_empty
+        parts = layout.replicas * layout.accumulate
+        certain = parts == 1 or layout.none_empty or (isinstance(count, int) and count >= parts)
         return MicroBatch(
             data=self._take(rows, layout.start_in_worker(count, micro, rows.start)),
             size=rows.size,

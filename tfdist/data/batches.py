@@ -108,6 +108,9 @@ class Batches(Source):
     def sizes(self, batch: int) -> set[int]:
         return {batch}
 
+    def all_full(self, batch: int) -> bool:
+        return {spec.shape[0] for spec in tf.nest.flatten(self.specs)} == {batch}
+
     def check_parts(self, batch: int, replicas: int, accumulate: int, shards: int) -> None:
         if self.batches != 1:  # a single one is all there is, and no more than an epoch's tail
             schedule.check_batch(batch, replicas, accumulate, "the data set's first batch (of {})", shards)
@@ -184,8 +187,7 @@ class BatchFeed(Feed):
             # A new iterator per epoch would start with empty buffers; one that repeats goes on reading.
             self._stored = self._stored.repeat()
         self._endless = not once and (across or self.batches is not None)
-        sizes = {spec.shape[0] for spec in tf.nest.flatten(source.specs)}
-        self._full = layout.even and sizes == {layout.batch}
+        self._full = layout.even and source.all_full(layout.batch)
         self._reads_ahead = not _moves_on(self._stored)
         self._order = BatchOrder()
         self._keeps, self._kept = False, dict[int, tuple]()  # batches by their updates

@@ -248,6 +248,10 @@ class Source(abc.ABC):
         assert self.size is not None
         return {min(batch, self.size), self.size % batch or batch}
 
+    def all_full(self, batch: int) -> bool:
+        """Returns whether each of its global batches is known to have `batch` examples, as Keras would know it."""
+        return bool(self.size) and self.sizes(batch) == {batch}
+
     def check_parts(self, batch: int, replicas: int, accumulate: int, shards: int) -> None:
         """Raises UserError where a global batch has no example for each replica, or shard, and micro-batch."""
         schedule.check_batch(batch, replicas, accumulate, "batch_size={}", shards)

@@ -82,7 +82,8 @@ def layout_of(
         raise UserError(f"accumulate must be at least 1, got {accumulate}")
     if least:
         source.check_parts(batch, distribution.replicas, accumulate, virtual_replicas)
-    layout = Layout(batch, virtual_replicas or distribution.replicas, accumulate, virtual=bool(virtual_replicas))
+    replicas, virtual = virtual_replicas or distribution.replicas, bool(virtual_replicas)
+    layout = Layout(batch, replicas, accumulate, virtual=virtual, full=source.all_full(batch) and not virtual)
     if virtual_replicas and source.size is not None:
         layout = dataclasses.replace(layout, none_empty=min(source.sizes(batch)) >= virtual_replicas * accumulate)
     if distribution.workers == 1:

@@ -77,6 +77,12 @@ def _sums(distribution: Distribution, tensors: list[tf.Tensor]) -> list[tf.Tenso
     return totals
 
 
+def _places(rows: int, replicas: int, width: int) -> np.ndarray:
+    """Returns which of `width` places for each replica have rows, int64 [rows]; earlier replicas may have one more."""
+    sizes = [len(part) for part in np.array_split(np.arange(rows), replicas)]
+    return np.concatenate([replica * width + np.arange(size) for replica, size in enumerate(sizes)])
+
+
 class _RowsOfReplica:
     """Where the rows of a replica are among places for the rows of all, of which each has as many as the first."""
 
@@ -92,7 +98,7 @@ class _RowsOfReplica:
         # Earlier replicas have one row more where the rows do not divide evenly.
         sizes = rows.total // replicas + tf.cast(at // self._width < rows.total % replicas, tf.int32)
         self._taken = at % self._width < sizes
-        self._even = isinstance(rows.total, int)
+        self._known = _places(rows.total, replicas, self._width) if isinstance(rows.total, int) else None
         self._static = isinstance(self._width, int)
 
     def spread(self, value: tf.Tensor) -> tf.Tensor:
@@ -105,8 +111,10 @@ class _RowsOfReplica:
         """Returns the rows of all replicas behind each other, in the type of `value`."""
         mine = tf.reshape(self._mine, [-1, *[1] * (value.shape.rank - 1)])
         total = tf.where(mine, spread, total)  # the same values, through which a gradient flows
-        if not self._even:
+        if self._known is None:
             total = tf.boolean_mask(total, self._taken)
+        elif len(self._known) < self._places:
+            total = tf.gather(total, self._known)
         return tf.cast(total, value.dtype)
 
 
@@ -115,8 +123,7 @@ class _StaticRows:
 
     def __init__(self, distribution: Distribution, rows: MicroBatch):
         width, replicas = rows.max_size, distribution.replicas
-        sizes = [len(part) for part in np.array_split(np.arange(rows.total), replicas)]
-        self._taken = np.concatenate([replica * width + np.arange(size) for replica, size in enumerate(sizes)])
+        self._taken = _places(rows.total, replicas, width)
         place = tf.equal(tf.range(replicas), distribution.replica_id())[:, None]
         own = tf.range(width)[None] < tf.broadcast_to(rows.size, [1, 1])
         self._mine = tf.logical_and(place, own)

@@ -26,7 +26,6 @@ NO_BATCH = "no batch left"  # message of a prediction behind the last batch of a
 class TrainingOptions:
     """Options of one compiled training function."""
 
-    full: bool = False  # the global batches are known to be full and to divide evenly: then all shapes are known
     reduce_dtype: str = "float32"  # type in which gradients travel between replicas
     norm: bool = False  # compute the gradient norm of the last update
     factors: tuple[float, ...] = ()
@@ -69,7 +68,7 @@ def train_step(
 
         def step(batch: ReplicaBatch, is_last: tf.Tensor) -> StepOutput:
             scale = optimizer.loss_scale()
-            sums, seconds, own = global_sums(replica, layout, batch, True, options.full, scale, options.reduce_dtype)
+            sums, seconds, own = global_sums(replica, layout, batch, True, scale, options.reduce_dtype)
             # The same on every replica, so they are counted once, after the all-reduce.
             penalties, penalty_grads = replica.objective.penalties_with_gradients()
             gradients = sums.gradients()
@@ -167,14 +166,12 @@ def global_sums(
     layout: Layout,
     batch: ReplicaBatch,
     training: bool,
-    full: bool = False,
     scale: tf.Tensor | None = None,
     reduce_dtype: str = "float32",
 ) -> tuple[StepSums, tf.Tensor | None, list[tf.Tensor]]:
     """Runs forward, and for training backward, over a global batch, updates the metrics, and sums over all replicas.
 
     Args:
-      full: the global batch is full and divides evenly.
       scale: factor of a `LossScaleOptimizer` on the loss; None for 1.
       reduce_dtype: type in which gradients travel between replicas; loss sums keep theirs.
 
@@ -183,7 +180,7 @@ def global_sums(
       is no clock; this replica's gradients before the all-reduce.
     """
     distribution = replica.distribution
-    count = layout.batch if full else replica.count(layout, batch)
+    count = replica.count(layout, batch)
     clock = training and distribution.times_sums
     sums_of = functools.partial(replica.sums, count=count, training=training, scale=scale)
 

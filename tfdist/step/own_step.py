@@ -157,7 +157,8 @@ def create_variables(replica: Replica, data: tuple[Structure, ...]) -> bool:
             keras_internals.replaced("result", [(metric, dict) for metric in compiled]),
             contextlib.suppress(Exception),  # of what follows a layer that creates its weights
         ):
-            given = keras.tree.map_structure(spec, replica.as_keras_gives(data))
+            # Then for the rows that there are, of code that asks a shape for their number.
+            given = keras.tree.map_structure(spec if attempts == 1 else lambda t: t, replica.as_keras_gives(data))
             tf.function(replica.model.train_step, autograph=False).get_concrete_function(given)
             whole = True
     for targets, outputs in measured:
@@ -184,10 +185,13 @@ def prepare(replica: Replica, data: tuple[Structure, ...]) -> None:
         traced = lambda leaves: distribution.local(distribution.run(one, (leaves,)))[0]
         # How many rows there are is left open: the step may need others, such as a multiple of three.
         rows = number if distribution.static_shapes else None
-        given = [tf.TensorSpec([rows, *leaf.shape[1:]], leaf.dtype) for leaf in leaves]
+        specs = lambda rows: [tf.TensorSpec([rows, *leaf.shape[1:]], leaf.dtype) for leaf in leaves]
         # One that looks at values cannot be traced, and creates the variables when it is run.
         with contextlib.suppress(*([Exception] if replica.model.run_eagerly else [])):
-            tf.function(traced, autograph=False).get_concrete_function(given)
+            try:
+                tf.function(traced, autograph=False).get_concrete_function(specs(rows))
+            except (TypeError, ValueError):  # as of code that asks a shape for their number
+                tf.function(traced, autograph=False).get_concrete_function(specs(number))
 
 
 def recording(model: keras.Model) -> contextlib.AbstractContextManager:

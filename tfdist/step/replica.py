@@ -194,7 +194,7 @@ class Replica:
 
     def count(self, layout: Layout, batch: ReplicaBatch) -> tf.Tensor | int:
         """Returns the number of examples in a global batch."""
-        return layout.batch if isinstance(batch, HostSlice) else batch.count
+        return layout.batch if layout.full or isinstance(batch, HostSlice) else batch.count
 
     def micro_batch(
         self,
@@ -206,9 +206,11 @@ class Replica:
     ) -> MicroBatch:
         """Returns the rows of this replica, or of a virtual one, in a micro-batch.
 
-        `count`: examples in the global batch; an int says that it is full and divides evenly, or shapes are static.
+        `count`: examples in the global batch; an int says that it is full, or shapes are static.
         """
         replica = self.distribution.replica_id() if layout.replicas > 1 and virtual is None else 0
+        if isinstance(count, int) and (known := tf.get_static_value(replica)) is not None:
+            replica = int(known)
         # The table stays with the host: on a GPU, each batch would first bring the whole data set there.
         on_gpu = self._on_gpu and not isinstance(batch, HostSlice)
         with tf.device("CPU:0") if on_gpu else contextlib.nullcontext():

@@ -14,7 +14,7 @@ from tfdist.data.sources import Source
 from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions
+from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions, setups
 from tfdist.keras_bridge.loss import SAMPLE_ROWS
 from tfdist.step import own_step
 from tfdist.step.batch_loop import LastLogs, LogNames, Totals
@@ -56,6 +56,8 @@ class Step:
         self._sample: tuple[Structure, Structure] | None = None
         self._adding: list[str] = []  # the layers that call `add_loss`
         self._compiled: dict[tuple, Callable] = {}
+        self._runs_own: dict[str, bool] = {}
+        self.of_any_rows: set[str] = set()  # kinds that have been traced without a known number of rows
         self._log_names: dict[str, LogNames] = {}
         self._reset: tuple[tuple[int, ...], Callable, Callable] = ((), lambda: None, dict)
 
@@ -77,9 +79,12 @@ class Step:
         if count is not None:
             layout = dataclasses.replace(layout, batch=count)
         # Of virtual replicas one function computes batches of any length: the end of a call depends on time.
-        options = options or TrainingOptions()
-        options = dataclasses.replace(options, full=options.full and not layout.virtual)
-        if self.own_steps.get(kind):  # which no option changes
+        # Code of the user's own may ask a shape how many rows there are, as Keras lets it where all batches are alike.
+        # In replicas only where it cannot do without, as `EquivalenceProbe` finds: there it gets another number.
+        own = self.runs_own(known := kind.split()[0])
+        full = layout.full and not layout.virtual and (known not in self.of_any_rows if own else kind == "train")
+        layout = dataclasses.replace(layout, full=full)
+        if options is None or self.own_steps.get(kind):  # which no option changes
             options = TrainingOptions()
         key = (kind, layout, options, self.replica.bare)
         if key not in self._compiled:
@@ -99,6 +104,12 @@ class Step:
                     call = prediction_call(self.replica, layout, with_targets=kind != "predict")
             self._compiled[key] = call
         return self._compiled[key]
+
+    def runs_own(self, kind: str) -> bool:
+        """Returns whether some code of `train`, `test` or `predict` is the user's."""
+        if kind not in self._runs_own:
+            self._runs_own[kind] = setups.runs_own(self.model, kind)
+        return self._runs_own[kind]
 
     def totals(self, kind: str, sums: Sequence[float] = (), examples: float = 0.0) -> Totals:
         """Returns what turns the results of calls into logs; `sums` and `examples` are of an interrupted epoch."""

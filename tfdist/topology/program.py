@@ -119,7 +119,7 @@ def export(
     if own := step.own_steps["train"]:
         why = "only tfdist's own step is a program for devices that are not here"
         raise UserError(f"--topology cannot compile {type(model).__name__}, which has its own {own}: {why}")
-    options = functions.TrainingOptions(full=True, reduce_dtype=reduce_dtype, factors=factors)
+    options = functions.TrainingOptions(reduce_dtype=reduce_dtype, factors=factors)
     step.compiled("train", layout, options)  # refuses what cannot be computed from parts of a batch
     specs, structure = _specs(source, layout)
 

@@ -13,7 +13,7 @@ from tfdist.checkpoints.resume import Position
 from tfdist.config.messages import logger
 from tfdist.data import batches
 from tfdist.errors import Interrupted, UserError
-from tfdist.keras_bridge import ema, keras_internals, layer_state, metrics, preconditions, setups, zero
+from tfdist.keras_bridge import ema, keras_internals, layer_state, metrics, preconditions, zero
 from tfdist.step import step_calls
 from tfdist.step.batch_loop import CallResult, Totals
 from tfdist.step.functions import TrainingOptions
@@ -117,8 +117,6 @@ class FitLoop:
         files = callbacks_lib.keep_files(self._callbacks)
         wanted = agreement.any_worker(self._distribution, "what callbacks want", norm, saves, files)
         self._norm, self._averages, self._keep_files = wanted
-        # Python numbers that code of the user's own reads are those of its trace, of which Keras has one.
-        self._one_trace = setups.runs_own(self._model, "train")
         self._audit = Audit(self._step, self._options.virtual_replicas, self._options.audit)
         self._sync_check = ReplicaSyncCheck(self._distribution, every=min(self._options.audit or EVERY, EVERY))
         self._read = self._position.update  # the update up to which the feed has been read
@@ -253,9 +251,10 @@ class FitLoop:
             return False
         waited = time.perf_counter() - read_began
         dtype = self._options.reduce_dtype
-        full = part.full and not self._one_trace
-        options = TrainingOptions(full, dtype, self._norm, plan.lr_factors, self._sliced)
-        call = step.compiled("train", plan.layout, options, part.count)
+        options = TrainingOptions(dtype, self._norm, plan.lr_factors, self._sliced)
+        # Python numbers that code of the user's own reads are those of its trace, of which Keras has one.
+        full = plan.layout.full if step.runs_own("train") else part.full
+        call = step.compiled("train", dataclasses.replace(plan.layout, full=full), options, part.count)
         if self._compiled is not keras_internals.compiled_loss(model):
             what = "a callback compiled the model within fit, which goes on with the step that it began with"
             raise UserError(what, "call fit anew after compile()")

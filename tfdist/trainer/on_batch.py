@@ -22,7 +22,6 @@ from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals, layer_state, metrics, preconditions, zero
 from tfdist.step import step_calls
 from tfdist.step.batch_loop import CallResult, as_python
-from tfdist.step.functions import TrainingOptions
 from tfdist.verification import equivalence_check
 from tfdist.verification.replica_sync_check import ReplicaSyncCheck
 
@@ -224,12 +223,12 @@ class _OnBatch:
         step, layout, size = self.step, self._layout, arrays.Arrays(columns).size
         if self._functions and self.kind == "train":
             step_calls.trains(step.model)  # what is traced now would train what is trainable now
-        static = layout.static or (size == self._first and size % layout.replicas == 0)
+        static = layout.static or (size == self._first and (size % layout.replicas == 0 or step.runs_own(self.kind)))
         batch = size if static else 1 << (size - 1).bit_length() if layout.local else _ANY
-        layout = dataclasses.replace(layout, batch=batch, none_empty=static and size >= layout.replicas)
+        layout = dataclasses.replace(layout, batch=batch, none_empty=static and size >= layout.replicas, full=static)
         if self.kind != "predict":
             step.check_batches(self.kind, layout, [size])
-        call, rows = step.compiled(self.kind, layout, TrainingOptions(full=static)), None
+        call, rows = step.compiled(self.kind, layout), None
         if layout.local:
             (own,) = layout.worker_positions(size)
             rows = slice(own[0], own[-1] + 1) if own.size else slice(1)

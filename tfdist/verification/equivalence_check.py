@@ -158,12 +158,11 @@ class RepeatedCheck:
         groups, peers = probe.some_rows()[1:], self._step.distribution.peers  # of single rows
         try:
             with peers.during("compiling"):
-                try:
+                whole = None
+                with contextlib.suppress(tf.errors.ResourceExhaustedError):
                     whole = probe.run(True)
-                except tf.errors.ResourceExhaustedError:
-                    whole = None
                 # One worker alone may lack the memory: the others would wait for it in a sum.
-                if not all(peers.gather("whether memory suffices to check", whole is not None)):
+                if not all(peers.gather("whether memory suffices to check", whole is not None)) or whole is None:
                     self._step.most_rows = probe.count // 2
                     return
                 (distances,) = _of_all_workers(probe, whole.distance(probe.run(False)))
@@ -178,7 +177,8 @@ class RepeatedCheck:
         if available == 1:  # of which a metric may be rounding over rounding, as R2Score is
             apart = {name: distance for name, distance in apart.items() if not name.startswith(METRIC)}
         if apart:
-            found = f"found after {done} {'updates' if self._kind == 'train' else 'batches'}"
+            one, many = ("update", "updates") if self._kind == "train" else ("batch", "batches")
+            found = f"found after {done} {one if done == 1 else many}"
             message = disagreement.message(self._step, probe.rows, comparison, apart, probe.adding)
             raise UserError(f"{found}: {message}")
 

@@ -126,6 +126,8 @@ class EquivalenceProbe:
         self.own_training = bool(self._own) and self._training  # whether a step of its own makes an update
         self.adding: list[str] = []  # the layers that call `add_loss`
         self.computed_whole = False  # whether one replica has computed all rows
+        self._full = False  # whether shapes tell the number of rows
+        self._is_batch = False  # whether the rows are a whole batch, all of which count: code may ask how many they are
         self._gathered = training_state.gathered_variables(self.model)
         self._compiled: dict[tuple, _Function] = {}
 
@@ -140,7 +142,7 @@ class EquivalenceProbe:
         rest = available % comparison.number
         if self._on_each:
             return available
-        return available - (rest if comparison.divides else rest == 0)
+        return available - (rest if comparison.divides else rest == 0 and not self._is_batch)
 
     def some_rows(self) -> list[list[int]]:
         """Returns rows that are to be computed alone, too, in parts as small as can be; none where shapes are static.
@@ -157,7 +159,7 @@ class EquivalenceProbe:
 
     def draws_random_numbers(self) -> bool:
         """Returns whether the whole batch is computed with random numbers, or by Python, which may draw some."""
-        graph = getattr(self._function(True).call, "graph", None)
+        graph = getattr(self._function(True, self.count).call, "graph", None)
         if graph is None:
             return True
         definition = graph.as_graph_def()
@@ -167,6 +169,7 @@ class EquivalenceProbe:
     def look_at(self, batch: tuple[Structure, ...], number: int) -> bool:
         """Goes on to so many rows of another batch; returns whether it can, as they have the shapes of those before."""
         try:
+            self._is_batch = number == int(keras.tree.flatten(batch)[0].shape[0])
             rows = spread_over(batch[: len(self.rows)], number)
             keras.tree.assert_same_structure(rows, self.rows)
         except (ValueError, TypeError):
@@ -197,7 +200,7 @@ class EquivalenceProbe:
             counted = [(t, name, n) for t in own for name, n in vars(t).items() if type(n) in (int, float)]
         try:
             with step_calls.eagerly(self._keras_only), self._unchanged():
-                function = self._function(whole)
+                function = self._function(whole, len(order))
                 before = [(variable, variable.numpy()) for variable in function.others]
                 for _ in range(times):
                     if self.comparison.kind != "predict":
@@ -227,25 +230,34 @@ class EquivalenceProbe:
             arrays |= {name: value[::-1] for name, value in arrays.items() if value.ndim and name.startswith(OUTPUT)}
         return ProbeResult(arrays, [_as_array(g) for g in gradient])
 
-    def _function(self, whole: bool) -> _Function:
-        model, layout = self.model, self._layout(whole)
+    def _function(self, whole: bool, number: int) -> _Function:
+        """Returns what computes so many rows."""
+        model, layout = self.model, self._layout(whole, number if self._full else self.count)
         # As in a training, the graph does not know how many rows there are, unless all shapes must be known: Keras
         # takes what has one column and as many rows as another tensor has columns for a bias (keras.ops.add).
-        is_open = not (layout.static or layout.virtual or layout.local)
-        key = whole, None if is_open else self.count
+        is_open = not (layout.static or layout.virtual or layout.local or layout.full)
+        key = whole, None if is_open else layout.batch
         if key in self._compiled:
             return self._compiled[key]
-        call = tf.function(self._traced(whole), autograph=False)
+        call = tf.function(self._traced(whole, layout), autograph=False)
         trained = [] if self._own else [c for v in model.trainable_variables for c in keras_internals.copies(v)]
         foreign: list[tf.Variable] = []
         if tf.config.functions_run_eagerly():  # what Python writes is restored, and all weights may be gigabytes
             others = [] if self._keras_only else trained
         else:
-            rows = tf.TensorSpec([self.count if layout.static else None], tf.int32)
+            rows = tf.TensorSpec([layout.batch if layout.static or layout.full else None], tf.int32)
             leaves = keras.tree.flatten(self.rows)
             with layer_state.noting_writes() as writes:
                 given = [tf.TensorSpec([None, *t.shape[1:]] if is_open else t.shape, t.dtype) for t in leaves]
-                call = call.get_concrete_function(given, rows, tf.TensorSpec([], tf.float32))
+                try:
+                    call = call.get_concrete_function(given, rows, tf.TensorSpec([], tf.float32))
+                except (TypeError, ValueError):
+                    if layout.full or layout.static or layout.virtual or not self.step.runs_own(self.comparison.kind):
+                        raise
+                    self._full = True  # a shape may have been asked for the number of rows
+                    return self._function(whole, number)
+            if not layout.full:
+                self.step.of_any_rows.add(self.comparison.kind)
             own_writes = layer_state.foreign(model, writes)
             known = {id(c) for v in [*model.variables, *model.metrics_variables] for c in keras_internals.copies(v)}
             others = [v for v in call.graph.variables if id(v) not in known]
@@ -264,19 +276,19 @@ class EquivalenceProbe:
         self._compiled[key] = _Function(call, others, foreign)
         return self._compiled[key]
 
-    def _layout(self, whole: bool) -> Layout:
+    def _layout(self, whole: bool, number: int) -> Layout:
         comparison, distribution = self.comparison, self._distribution
         static = distribution.static_shapes
         if (whole and not self._on_each) or comparison.parts == "micro-batches":
-            return Layout(self.count, 1, 1 if whole else comparison.number, static=static)
+            return Layout(number, 1, 1 if whole else comparison.number, static=static, full=self._full)
         virtual = comparison.parts == "virtual replicas"
-        layout = Layout(self.count, comparison.number, 1, static=static and not virtual, virtual=virtual)
+        layout = Layout(number, comparison.number, 1, static=static and not virtual, virtual=virtual, full=self._full)
         if comparison.kind != "predict" or distribution.workers == 1:
             return layout
         # Outputs are gathered over the workers, which needs the rows of each.
         return layout.for_worker(distribution.replicas, distribution.first, len(distribution.devices))
 
-    def _traced(self, whole: bool) -> Callable:
+    def _traced(self, whole: bool, layout: Layout) -> Callable:
         model, distribution, comparison = self.model, self._distribution, self.comparison
         replica, single = self.step.replica, whole or comparison.parts == "micro-batches"
         if single:
@@ -287,7 +299,6 @@ class EquivalenceProbe:
                 Replica(model, dataclasses.replace(distribution, **same), jit=self._on_each and replica.jit),
             )
             replica.bare = bare
-        layout = self._layout(whole)
         predicted = functions.prediction_step(replica, layout, False) if comparison.kind == "predict" else None
 
         def one(leaves: list[tf.Tensor], taken: HostSlice | tf.Tensor) -> Any:

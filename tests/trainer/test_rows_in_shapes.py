@@ -1,0 +1,98 @@
+"""Code of the user's own that asks a shape how many rows there are, as Keras lets it where all batches are alike."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from support.covering import first
+
+import tfdist
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(16, 4)).astype("float32"), RNG.normal(size=(16, 1)).astype("float32")
+BATCH = 8
+
+
+class Plain(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+class Folds(Plain):
+    def call(self, x):
+        return self.dense(tf.reshape(tf.reshape(x, (x.shape[0], 2, 2)), (x.shape[0], 4)))
+
+
+class Computes(Plain):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return over_rows(y, y_pred)
+
+
+class Steps(Plain):
+    def train_step(self, data):
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            loss = over_rows(y, self(x, training=True)) + tf.reduce_sum(tf.zeros((x.shape[0], 1)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"summed": loss}
+
+    def test_step(self, data):
+        return {"summed": over_rows(data[1], self(data[0]))}
+
+    def predict_step(self, data):
+        return self(data) + tf.zeros((data.shape[0], 1))
+
+
+class SetsRate(Steps):
+    def train_step(self, data):
+        self.optimizer.learning_rate.assign(0.8 / data[0].shape[0])
+        return super().train_step(data)
+
+
+def over_rows(y, y_pred):
+    return tf.reduce_sum(tf.square(y - y_pred)) / y.shape[0]
+
+
+def compiled(kind):
+    keras.utils.set_random_seed(0)
+    model = kind()
+    model.compile("sgd", over_rows if kind is Plain else "mse")
+    return model
+
+
+def numbers(kind):
+    """What a script sees: by arrays, by a data set whose batches have one size, and by single batches."""
+    model, rows = compiled(kind), tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH, drop_remainder=True)
+    seen = [model.fit(X, Y, BATCH, shuffle=False, verbose=0, validation_data=(X, Y), validation_batch_size=BATCH)]
+    seen += [model.fit(rows, epochs=2, verbose=0), model.evaluate(X, Y, BATCH, verbose=0)]
+    seen[:2] = [[history.history[name] for name in sorted(history.history)] for history in seen[:2]]
+    if kind is not Steps:  # to which Keras gives three entries there
+        seen += [model.train_on_batch(X[:BATCH], Y[:BATCH]), model.test_on_batch(X[:BATCH], Y[:BATCH])]
+    return keras.tree.flatten([seen, model.predict(X, BATCH, verbose=0), *model.get_weights()])
+
+
+OTHERS = [(k, r) for k in (Plain, Folds, Computes, Steps) for r in (1, 2, 3) if (k, r) not in ((Plain, 2), (Folds, 1))]
+
+
+@pytest.mark.parametrize("kind, replicas", first(2, [(Plain, 2), (Folds, 1), *OTHERS]))
+def test_it_knows_the_rows_of_a_replica(kind, replicas, connect):
+    expected = numbers(kind)
+    tfdist.patch_keras(connect(replicas))
+    try:
+        found = numbers(kind)
+    finally:
+        tfdist.unpatch_keras()
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, 1e-5, 1e-6)
+
+
+def test_what_is_not_a_mean_over_rows_is_refused(connect):
+    distribution = connect(2)
+    with distribution.scope():
+        model = compiled(SetsRate)
+    with pytest.raises(tfdist.UserError, match=r"^1 and 2 replicas disagree on this model: .*learning_rate' differs"):
+        tfdist.fit(model, X, Y, batch_size=BATCH, distribution=distribution, verbose=0)
