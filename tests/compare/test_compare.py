@@ -265,9 +265,10 @@ def test_rounding_that_has_grown_is_told_from_a_wrong_sum():
         "BatchNorm synchronized, the first 31 updates agree to 1e-13."
     )
     assert "weights nan apart" in results.verdict([ONE, dataclasses.replace(grown, distance=None)])[0]
-    few = weight_distance.check_flags(updates=20)
+    few = weight_distance.check_flags(updates=20, warms_up=False)
     assert few["config.train.steps"] == "20" and few["config.train.precision"] == "float64"
-    assert weight_distance.check_flags(updates=10**6)["config.train.steps"] == "100"
+    assert few["config.optimizer.schedule"] == "constant" and few["config.optimizer.warmup"] == "0"
+    assert weight_distance.check_flags(updates=10**6, warms_up=True)["config.train.steps"] == "100"
 
 
 def rows(*others):

@@ -270,6 +270,8 @@ model.fit(x, x, verbose=0)
         assert done.returncode == code and line in done.stderr, done.stderr
     resumed = script("--strategy=default", "--workdir=kept", "--resume_changed", program=("here/own.py",))
     assert resumed.returncode == 0 and ("WARNING: call 1 of fit continues though" in resumed.stderr) == bool(complaint)
+    (tmp_path / "kept/fits/0001").rename(tmp_path / "kept/fits/0002")
+    assert "call 1 is missing: copy it back" in script("--workdir=kept", program=("here/own.py",)).stderr
 
 
 @pytest.mark.faults

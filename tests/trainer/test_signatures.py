@@ -239,6 +239,11 @@ class Sequence(keras.utils.PyDataset):
             self.rng.shuffle(self.rows)
 
 
+class Shrinking(Sequence):
+    def on_epoch_end(self):
+        self.steps -= 1
+
+
 def generator(batches=None):
     for number in itertools.count() if batches is None else range(batches):
         rows = np.arange(BATCH * number, BATCH * number + BATCH) % 44
@@ -421,6 +426,7 @@ def test_a_generator_goes_on_with_a_warning(connect, tmp_path, said):
     (dict(x=generator(5), epochs=3, steps_per_epoch=5), "the data set ended before the first update of epoch 2"),
     (dict(x=X, y=Y, batch_size="8"), "batch_size must be an integer, got '8'"),
     (dict(x=Sequence(0)), "the data set is empty"),
+    (dict(x=Shrinking(3), epochs=2), "Shrinking has 2 batches now and had 3 before: give it as many in all epochs"),
     (dict(x=Sequence(None)), "the data set never ends: give steps_per_epoch"),
     (dict(x=Sequence(max_queue_size=0)), "max_queue_size of Sequence must be at least 1, got 0"),
     (dict(x=keras.utils.PyDataset()), "PyDataset has no length"),

@@ -17,7 +17,7 @@ from tfdist.cluster.peers import differing_facts
 from tfdist.config import Experiment, current_name, flat, local_files
 from tfdist.config.messages import logger
 from tfdist.config.runtime_options import ResumeOptions
-from tfdist.config.user_functions import CODE, SETUP, as_now
+from tfdist.config.user_functions import CODE, RATE, SETUP, as_now
 from tfdist.errors import UserError, one_line
 
 MODEL_FILE = "the model's file"  # name of the fact that is the SHA-256 of the file in `model.name`
@@ -129,6 +129,7 @@ def _agrees(
     odd = odd or [  # else the data may well be other, too
         f"{name} has changed" if name.startswith((MODEL_FILE, CODE, SETUP)) else f"{name} is {old} there and {new} here"
         for name, old, new in differing_facts(chosen.state.get("facts", {}), facts)
+        if not (experiment and name.startswith(RATE))  # which a script's record has told
     ]
     if not odd:
         return True

@@ -13,8 +13,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoints import resume, state_shape, training_state
+from tfdist.cluster.peers import differing_facts
 from tfdist.config import cpu_kernels
 from tfdist.config.messages import logger
+from tfdist.config.user_functions import RATE
 from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
@@ -89,11 +91,15 @@ def state_of(
 
 
 def restore(
-    run: TrainingRun, checkpoint: resume.LoadedCheckpoint | None, experiment: Mapping[str, str]
+    run: TrainingRun,
+    checkpoint: resume.LoadedCheckpoint | None,
+    experiment: Mapping[str, str],
+    facts: Mapping[str, object],
 ) -> tuple[resume.Position | None, dict[str, Any]]:
     """Restores a checkpoint into the run; called on all workers, with the checkpoint, if any, on the chief.
 
-    If the current `experiment` differs from the checkpoint's, the optimizer keeps its current learning rate. Returns
+    If the current `experiment` differs from the checkpoint's, or the learning rate that the optimizer was made with, as
+    `facts` tell it, the optimizer keeps its current one. Returns
     the position where the run resumes, and its best epoch. UserError if the checkpoint does not match the model.
     """
     model = run.model
@@ -139,7 +145,8 @@ def restore(
         counter, steps = keras_internals.counter(optimizer), optimizer.gradient_accumulation_steps or 1
         # Within an accumulation it stays there, as the gradients that have been added up do.
         _assign(counter, position.update - position.update % steps + int(counter.numpy()) % steps)
-    if rate is not None and resume.differences(experiment, state["experiment"]):
+    odd_facts = [name for name, *_ in differing_facts(state.get("facts", {}), facts)]
+    if rate is not None and (resume.differences(experiment, state["experiment"]) or f"{RATE} 1" in odd_facts):
         _assign(rate, rate_here)
     return position, {"value": None, "update": None, **state["best"]}
 

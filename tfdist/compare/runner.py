@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -124,7 +125,8 @@ class Comparison:
         That is rounding which has grown, or layers that depend on the number of replicas: these are held still.
         """
         result = _read(pathlib.Path(self._rows[0].folder) / "result.json")
-        fields = weight_distance.check_flags(result["updates"])
+        warms_up = bool(re.search("[1-9]", self._experiment.optimizer.warmup))
+        fields = weight_distance.check_flags(result["updates"], warms_up)
         updates, folder = int(fields["config.train.steps"]), self._folder.path / "check"
         given = self._train_flags(fields)
         for t in (self._trials[0], self._trials[i]):

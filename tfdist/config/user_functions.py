@@ -23,6 +23,7 @@ from tfdist.errors import UserError
 Result = TypeVar("Result")
 CODE = "the code of"  # names of facts that are digests of the user's code begin so
 SETUP = "the setup of the model"  # and that of a digest of its layers
+RATE = "the learning rate of optimizer"  # behind it stands the number of the optimizer
 KERAS_SETTINGS = f"{CODE} Keras' settings epsilon and image_data_format"
 _FOLDERS = (str(pathlib.Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib")))
 tree = functools.cache(lambda path: ast.parse(path.read_bytes()))

@@ -127,6 +127,9 @@ class SequenceReader(PythonReader):
 
     def begin(self) -> None:
         self.origin.on_epoch_begin()
+        if self.origin.num_batches != self.size:  # Keras would go on with the new one
+            what = f"{type(self.origin).__name__} has {self.origin.num_batches} batches now and had {self.size} before"
+            raise UserError(what, "give it as many in all epochs, or call fit again for the others")
 
     def end(self) -> None:
         self.origin.on_epoch_end()

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from tfdist import __version__
 from tfdist.config import cpu_kernels, user_functions
-from tfdist.config.user_functions import SETUP
+from tfdist.config.user_functions import RATE, SETUP
 from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.keras_bridge import keras_internals, preconditions, row_mixing
@@ -110,7 +110,7 @@ def of_training(model: keras.Model) -> dict[str, Any]:
         ]
         facts[f"{SETUP} for optimizer {number}{_VERSIONS}"] = digest(parts)
         if is_number and not int(keras_internals.counter(optimizer).numpy()):
-            facts[f"the learning rate of optimizer {number}"] = f"{float(keras.ops.convert_to_numpy(rate)):.7g}"
+            facts[f"{RATE} {number}"] = f"{float(keras.ops.convert_to_numpy(rate)):.7g}"
     return facts
 
 

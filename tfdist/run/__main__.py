@@ -110,6 +110,7 @@ def _launched(launch: dict[str, str], placement: PlacementOptions, program: Prog
         instead = "start it with horovodrun" if placement.strategy == "horovod" else "leave out --nproc_per_node"
         raise UserError(what, f"{instead}, or use --strategy=multi_worker")
     given = [f"--{name}={value}" for name, value in launch.items()] + ["--insecure"] * placement.insecure
+    given.append(f"--start_timeout={placement.start_timeout:g}")
     flag = flags.FLAGS
     kept = [f for f in flag.get_flags_for_module(sys.argv[0]) if f.name not in (*_LAUNCH, "insecure")]
     shared = [flag[name] for name in runtime_options.HELP if name in flag and name != "insecure"]

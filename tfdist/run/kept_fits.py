@@ -68,7 +68,10 @@ class KeptFits:
         if self._distribution.is_chief:
             self._fits.mkdir(exist_ok=True)
             user_functions.list_results((self._fits / "results").absolute())
-        for path in sorted(self._fits.glob("[0-9]*")):
+        for number, path in enumerate(sorted(self._fits.glob("[0-9]*")), 1):
+            if int(path.name) != number:  # a call that took its number would have another order of examples
+                what = f"{self._fits} has call {int(path.name)} of fit, and call {number} is missing"
+                raise UserError(what, "copy it back, or use --resume=never, which sets the others aside")
             if record := _read(path):
                 self._known[int(path.name)] = Recorded(record["facts"], record["begin"], record["end"])
         return self
@@ -125,6 +128,7 @@ class KeptFits:
         of_call = {"call of fit": record["mark"]} if "mark" in record else {}
         changed = self._options.resume_changed
         kept = Checkpoints(folder, every=self._every, keep=2, changed=changed, experiment=of_call)
+        kept.facts = {name: fact for name, fact in facts.items() if name.startswith(user_functions.RATE)}
 
         def cannot_hold(names: set[str]) -> None:
             record["foreign"] = sorted({*record["foreign"], *names})

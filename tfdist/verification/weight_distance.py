@@ -43,11 +43,12 @@ def tolerance(precision: str, reduce_dtype: str) -> float:
     return max(TOLERANCE[precision], TOLERANCE_OF_SUMS[reduce_dtype])
 
 
-def check_flags(updates: int) -> dict[str, str]:
+def check_flags(updates: int, warms_up: bool) -> dict[str, str]:
     """Returns fields of an experiment of that length that separate a wrong sum from rounding that has grown.
 
     Rounding grows with time, in some models to a few percent (see the README). In float64 it begins at 1e-16, and is
-    still negligible then. Besides, the warm-up fits into these few updates, and BatchNorm is synchronized.
+    still negligible then. A schedule need not fit into these few updates: the learning rate is constant, behind a
+    warm-up if there is one. BatchNorm is synchronized.
     """
     few = min(updates, CHECK_UPDATES)
     return {
@@ -56,7 +57,9 @@ def check_flags(updates: int) -> dict[str, str]:
         "config.train.precision": "float64",
         "config.optimizer.reduce_dtype": "float32",
         "config.model.sync_batch_norm": "True",
-        "config.optimizer.warmup": "50%",
+        "config.optimizer.schedule": "constant",
+        "config.optimizer.schedule_options": "",
+        "config.optimizer.warmup": "50%" if warms_up else "0",
         "config.eval.every": "1 epoch",
     }
 

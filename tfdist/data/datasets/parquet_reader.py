@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 def header(path: str) -> list[str]:
-    """Returns the column names of a file."""
-    names = _opened(path, lambda file: file.schema_arrow.names)
+    """Returns the column names of a file, without an index that pandas has written beside the columns."""
+    names = [n for n in _opened(path, lambda file: file.schema_arrow.names) if not n.startswith("__index_level_")]
     csv_reader.check_names(path, names)
     return names
 
