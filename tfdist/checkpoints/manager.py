@@ -147,7 +147,7 @@ class Checkpoints:
         return position
 
     def _restore(self, run: TrainingRun, checkpoint: LoadedCheckpoint | None) -> Position | None:
-        position, best = training_run.restore(run, checkpoint, self._experiment, self.facts)
+        position, best = training_run.restore(run, checkpoint, (self._experiment, self.facts))
         if position is not None:
             same = best.get("metric", self._best["metric"]) == self._best["metric"]  # another's value says nothing
             self._best |= best if same else {"value": None, "update": None}

@@ -91,16 +91,12 @@ def state_of(
 
 
 def restore(
-    run: TrainingRun,
-    checkpoint: resume.LoadedCheckpoint | None,
-    experiment: Mapping[str, str],
-    facts: Mapping[str, object],
+    run: TrainingRun, checkpoint: resume.LoadedCheckpoint | None, here: tuple[Mapping[str, str], Mapping[str, object]]
 ) -> tuple[resume.Position | None, dict[str, Any]]:
     """Restores a checkpoint into the run; called on all workers, with the checkpoint, if any, on the chief.
 
-    If the current `experiment` differs from the checkpoint's, or the learning rate that the optimizer was made with, as
-    `facts` tell it, the optimizer keeps its current one. Returns
-    the position where the run resumes, and its best epoch. UserError if the checkpoint does not match the model.
+    If the experiment `here` differs from the checkpoint's, or among the facts the learning rate of the optimizer, that
+    keeps its own. Returns the position to resume at, and the best epoch; UserError if the model is another one.
     """
     model = run.model
     mine = checkpoint.state if checkpoint else None
@@ -120,11 +116,11 @@ def restore(
     if run.virtual_replicas or state["replicas"] != run.distribution.replicas:
         training_state.separate_streams(model, run.distribution, apart=not run.virtual_replicas)
     there = state.get("arithmetic", {}) if run.virtual_replicas else {}
-    here = run.distribution.arithmetic() if there else {}
+    own = run.distribution.arithmetic() if there else {}
     odd = [
-        f"{name} {there.get(name, 'unknown')} there and {here.get(name, 'unknown')} here"
-        for name in {**there, **here}
-        if there.get(name) != here.get(name)
+        f"{name} {there.get(name, 'unknown')} there and {own.get(name, 'unknown')} here"
+        for name in {**there, **own}
+        if there.get(name) != own.get(name)
     ]
     if odd and run.distribution.is_chief:
         logger.info(f"WARNING: results may not be bit-identical from here on: {'; '.join(odd)}")
@@ -145,8 +141,8 @@ def restore(
         counter, steps = keras_internals.counter(optimizer), optimizer.gradient_accumulation_steps or 1
         # Within an accumulation it stays there, as the gradients that have been added up do.
         _assign(counter, position.update - position.update % steps + int(counter.numpy()) % steps)
-    odd_facts = [name for name, *_ in differing_facts(state.get("facts", {}), facts)]
-    if rate is not None and (resume.differences(experiment, state["experiment"]) or f"{RATE} 1" in odd_facts):
+    odd_facts = [name for name, *_ in differing_facts(state.get("facts", {}), here[1])]
+    if rate is not None and (resume.differences(here[0], state["experiment"]) or f"{RATE} 1" in odd_facts):
         _assign(rate, rate_here)
     return position, {"value": None, "update": None, **state["best"]}
 

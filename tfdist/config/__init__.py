@@ -47,7 +47,6 @@ CHOICES = {
 FILES = ("csv", "hf", "image_folder", "numpy", "parquet", "text", "tfrecord", "webdataset")
 """Prefixes of `data.name` for files, as in `image_folder:/path`."""
 
-
 # A field that is not written changes nothing of what Keras' compile and fit do.
 
 

@@ -55,7 +55,7 @@ def hint(environ: Mapping[str, str]) -> str:
 
 def has_device() -> bool:
     """Returns whether there is a device file or a chip that may be a TPU, and not just a variable."""
-    return bool(glob.glob(_NODES) or glob.glob(_VFIO) or _has_chip())
+    return bool(glob.glob(_NODES) or glob.glob(_VFIO)) or _has_chip()
 
 
 def _has_chip() -> bool:

@@ -66,14 +66,8 @@ def look(limits: list[pathlib.Path]) -> MachineFacts:
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
             share, period = map(int, (folder / "cpu.max").read_text().split())
             quota = min(share / period, quota or math.inf)
-    return MachineFacts(
-        host=platform.node(),
-        system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        cores=len(os.sched_getaffinity(0)),
-        quota=quota,
-        memory_total=total,
-        memory_free=free,
-    )
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return MachineFacts(platform.node(), system, len(os.sched_getaffinity(0)), quota, total, free)
 
 
 def cores(machine: MachineFacts) -> list[Finding]:

@@ -636,10 +636,7 @@ def known_slices(optimizer: keras.optimizers.Optimizer, slices: Mapping[int, ker
 
 
 def update_steps(update: Callable) -> AbstractContextManager[None]:
-    """Replaces, within it, what optimizers do with clipped gradients, weights and learning rate; no hook is there.
-
-    It is `update(optimizer, gradients, variables, rate)`.
-    """
+    """Lets optimizers call `update(optimizer, gradients, variables, rate)`, clipped, within it; no hook is there."""
     return patched((TFOptimizer, "_backend_update_step", lambda theirs: lambda self, *given: update(self, *given)))
 
 
@@ -737,7 +734,6 @@ def optimizer_updates(update: Callable) -> AbstractContextManager[None]:
 
 
 # Callbacks.
-
 
 BATCHES_SEEN = ("_batches_seen_since_last_saving", "_last_batch_seen")
 """ModelCheckpoint counts in these attributes the batches since its last file, and nothing public tells the number."""

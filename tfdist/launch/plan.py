@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import pathlib
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,10 @@ from tfdist.errors import UserError
 from tfdist.launch import machines, node_agent
 from tfdist.launch.machines import JOIN_S, SCALE_S
 
+_ROWS = json.loads(pathlib.Path(__file__).with_name("options.json").read_text())
+_NUMBERS = {"PORT": env_vars.PORT, "JOIN_S": JOIN_S, "SCALE_S": SCALE_S}
+OPTIONS = {name: (metavar, text.format_map(_NUMBERS)) for name, (metavar, text) in _ROWS.items()}
+"""The flags that `tfdist run` has, too: by their names, what they take, and what they are for."""
 _OWN = ("devices", "workdir", "threads", "progress", "start_timeout", "stall_timeout")  # may differ between nodes
 
 
@@ -42,25 +47,13 @@ def _parser() -> _Parser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28, width=80),
     )
     add = parser.add_argument
-    add("--nproc_per_node", metavar="N|auto", help="workers on this machine; auto: one per GPU (default 1)")
-    changing = "; MIN:MAX: elastic, they may join and leave"
-    add("--nnodes", metavar="N|MIN:MAX", help=f"machines (default 1); start the launcher on each{changing}")
-    changing = "; with MIN:MAX node 0 is the one at --master_addr, and numbers the others"
-    add("--node_rank", metavar="I", help=f"which of them this is, from 0 on (default 0){changing}")
-    add("--master_addr", metavar="HOST", help="address of node 0 (default 127.0.0.1 with one machine)")
-    add("--master_port", metavar="PORT", help=f"port there (default {env_vars.PORT}; with one machine any free one)")
-    add("--max_restarts", metavar="N", default="0", help="restarts of all workers after a failure (default 0)")
-    for name, default, text in (
-        ("start_timeout", "120", "time to wait for the other machines (default 120)"),
-        ("join_timeout", None, f"with MIN:MAX, at first, time to wait for more nodes than MIN (default {JOIN_S:g})"),
-        ("rejoin_timeout", None, "with MIN:MAX, later, time to wait for MIN nodes (default: as --start_timeout)"),
-        ("scale_wait", None, f"with MIN:MAX, when a node joins, time to wait for others (default {SCALE_S:g})"),
-    ):
-        add(f"--{name}", metavar="SECONDS", default=default, help=text)
-    add("--log_dir", metavar="DIR", help="keep what each rank prints there (default WORKDIR/logs; none for a script)")
-    add("--insecure", action="store_true", help="connect machines without TFDIST_SECRET: the network must be private")
-    add("--version", action="version", version=f"tfdist {__version__}", help="print the version")
-    add("--dry_run", action="store_true", help="print command and environment of each worker, and start nothing")
+    for name, (metavar, text) in OPTIONS.items():
+        add(f"--{name}", metavar=metavar, help=text, default="0" if name == "max_restarts" else None)
+    add("--start_timeout", metavar="SECONDS", default="120", help="Time to wait for the other machines (default 120).")
+    add("--log_dir", metavar="DIR", help="Keep what each rank prints there (default WORKDIR/logs; none for a script).")
+    add("--insecure", action="store_true", help="Connect machines without TFDIST_SECRET: the network must be private.")
+    add("--version", action="version", version=f"tfdist {__version__}", help="Print the version.")
+    add("--dry_run", action="store_true", help="Print command and environment of each worker, and start nothing.")
     return parser
 
 
@@ -133,17 +126,9 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
     log_dir = os.path.expanduser(options.log_dir or "")
     if workdir and not log_dir:  # on this machine: a bucket cannot append
         log_dir = os.path.join(str(buckets.copy_of(workdir)) if buckets.is_url(workdir) else workdir, "logs")
+    received, secret = json.loads(json.dumps(facts, default=str)), machines.secret(nodes, options.insecure, environ)
     return node_agent.LaunchPlan(
-        command=command,
-        nproc=nproc,
-        nodes=nodes,
-        max_restarts=max_restarts,
-        start_timeout=start_timeout,
-        shares=shares,
-        facts=json.loads(json.dumps(facts, default=str)),  # as received by node 0
-        workdir=held,
-        log_dir=log_dir,
-        secret=machines.secret(nodes, options.insecure, environ),
+        command, nproc, nodes, max_restarts, start_timeout, shares, received, held, log_dir, secret
     )
 
 

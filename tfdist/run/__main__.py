@@ -6,9 +6,7 @@ device. Exit codes: the script's own; 2 the input or the environment is wrong; 1
 
 import dataclasses
 import glob
-import json
 import os
-import pathlib
 import sys
 from collections.abc import Sequence
 
@@ -18,9 +16,9 @@ from tfdist.config import field_syntax, runtime_options
 from tfdist.config.commands import command_line, help_page, standard_streams
 from tfdist.config.runtime_options import PlacementOptions, ResumeOptions
 from tfdist.errors import UserError
+from tfdist.launch import plan as launch_plan
 from tfdist.run import Program
 
-_LAUNCH: dict[str, str] = json.loads(pathlib.Path(__file__).with_name("launch_options.json").read_text())
 _USAGE = "write tfdist run [flags] SCRIPT [arguments], or -m MODULE [arguments]"
 
 
@@ -33,7 +31,7 @@ def _define_flags() -> None:
     flags.DEFINE_enum("sync_batch_norm", "on", ("on", "off"), "BatchNormalization over all replicas, or each alone.")
     flags.DEFINE_enum("show", "chief", ("chief", "all"), "Whose standard output is shown.")
     flags.DEFINE_string("checkpoint_every", "60 seconds", "Time between checkpoints of a fit, such as 5 minutes.")
-    for name, text in _LAUNCH.items():
+    for name, (_, text) in launch_plan.OPTIONS.items():
         flags.DEFINE_string(name, None, text)
 
 
@@ -76,7 +74,9 @@ def _run(argv: Sequence[str]) -> int:
     program = split(argv[1:])[1]
     assert program is not None
     values = flags.FLAGS
-    launch: dict[str, str] = {name: str(values[name].value) for name in _LAUNCH if values[name].value is not None}
+    launch: dict[str, str] = {
+        name: str(values[name].value) for name in launch_plan.OPTIONS if values[name].value is not None
+    }
     environment = runtime_options.from_flags(values)
     if not environment.workdir:
         for name in ("checkpoint_every", "resume", "resume_changed"):
@@ -102,7 +102,6 @@ def _run(argv: Sequence[str]) -> int:
 def _launched(launch: dict[str, str], placement: PlacementOptions, program: Program) -> int:
     """Starts the workers, each of which is this command without the launcher's flags."""
     from tfdist.launch import coordinator
-    from tfdist.launch import plan as launch_plan
     from tfdist.launch.worker_process import Events, Screen
 
     if placement.strategy not in ("auto", "multi_worker"):
@@ -112,7 +111,7 @@ def _launched(launch: dict[str, str], placement: PlacementOptions, program: Prog
     given = [f"--{name}={value}" for name, value in launch.items()] + ["--insecure"] * placement.insecure
     given.append(f"--start_timeout={placement.start_timeout:g}")
     flag = flags.FLAGS
-    kept = [f for f in flag.get_flags_for_module(sys.argv[0]) if f.name not in (*_LAUNCH, "insecure")]
+    kept = [f for f in flag.get_flags_for_module(sys.argv[0]) if f.name not in (*launch_plan.OPTIONS, "insecure")]
     shared = [flag[name] for name in runtime_options.HELP if name in flag and name != "insecure"]
     own = [f.serialize() for f in (*shared, *kept) if f.present]
     options, rest = launch_plan.parse([*given, "--", "-m", "tfdist.run", *own, *program.command])

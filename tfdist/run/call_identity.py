@@ -117,8 +117,11 @@ def check_same(number: int, here: Mapping[str, object], there: Mapping[str, obje
     """Refuses a call that is not what was recorded, or says with `changed` that it goes on all the same."""
     # What else has changed says more than that the code has; the setup of the model holds optimizer and loss.
     odd = [n for n in sorted({**there, **here}, key=lambda n: n.startswith("the ")) if there.get(n) != here.get(n)]
-    # Modules are loaded when they are needed, which a call that is left out may not have done.
-    odd = [name for name in odd if not name.startswith(CODE) or name in here.keys() & there.keys()]
+    # Modules are loaded when they are needed, which a call that is left out may not have done, and a rate tells nothing
+    # of an optimizer that has made updates.
+    odd = [
+        name for name in odd if not name.startswith((CODE, user_functions.RATE)) or name in here.keys() & there.keys()
+    ]
     odd = [name for name in odd if name not in _TELLING]  # by which the call was found
     odd = [name for name in odd if name != FROZEN or FROZEN in there]  # not so in 0.2.0
     if here["place"] != there.get("place"):  # where other devices may have computed them, to rounding

@@ -11,8 +11,6 @@ from tfdist.config import field_syntax
 from tfdist.errors import UserError
 
 MOST_GPUS = 8  # GPUs of one machine; `multi_worker` compiles the program of one of them, which this does not describe
-
-
 _TARGET = string.Template(pathlib.Path(__file__).with_name("gpu_target.txt").read_text())
 GPUS: dict[str, dict[str, Any]] = json.loads(pathlib.Path(__file__).with_name("gpus.json").read_text())
 """What XLA's compiler asks of a GPU, from NVIDIA's data sheets and its table of compute capabilities, by the name that

@@ -84,10 +84,7 @@ def prepare(
     code = user_functions.code_digests(own_work.functions(experiment).values()) | setups.of_model(model)
     checkpoints = manager.Checkpoints(
         folder.checkpoints,
-        every=experiment.checkpoint.every,
-        keep=experiment.checkpoint.keep,
-        best=experiment.checkpoint.best,
-        asynchronous=experiment.checkpoint.asynchronous,
+        **dataclasses.asdict(experiment.checkpoint),
         resume="auto" if placement.cluster.attempt else environment.resume,
         changed=environment.resume_changed,
         experiment=config.flat(experiment),

@@ -28,6 +28,7 @@ from tfdist.trainer import evaluation, fit
 from tfdist.trainer.plan import data_facts
 from tfdist.trainer.worker_session import Signals
 
+_RECORDED = ("updates", "epochs", "examples_seen", "examples_per_second", "history", "rollbacks", "accumulate")
 SLURM_S = 30.0  # seconds to wait for an answer of Slurm's controller: the job's time is nearly over
 
 
@@ -202,21 +203,14 @@ class Run:
             replicas=distribution.replicas,
             workers=distribution.workers,
             global_batch=self._schedule.global_batch,
-            updates=recorder.updates,
-            epochs=recorder.epochs,
-            examples_seen=recorder.examples_seen,
             seconds=round(recorder.seconds, 3),
             seconds_to_first_update=recorder.first_update,
-            examples_per_second=recorder.examples_per_second,
-            history=recorder.history,
             evaluation=self._evaluation,
             weights_sha256=self._weights_sha256,
             weights_norm=self._weights_norm,
             files=dict(self._folder.checksums),
             facts=dict(self._checkpoints.facts),
             resumed_from=self._checkpoints.resumed_from,
-            rollbacks=recorder.rollbacks,
-            accumulate=recorder.accumulate,
             shards=self._experiment.train.virtual_replicas,
             arithmetic=distribution.arithmetic(),
             restarts=self._placement.cluster.attempt,
@@ -226,6 +220,7 @@ class Run:
             time=dataclasses.asdict(recorder.spent),
             peak_memory_bytes=monitors.peak_memory(),
             peak_device_memory_bytes=monitors.peak_device_memory(),
+            **{name: getattr(recorder, name) for name in _RECORDED},
             **self._flops.rates(recorder.examples_per_second),
         )
 

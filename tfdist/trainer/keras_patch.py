@@ -21,14 +21,8 @@ from tfdist.errors import UserError
 from tfdist.keras_bridge import batch_norm, keras_internals, preconditions
 from tfdist.trainer import evaluation, fit, on_batch
 
-_METHODS: dict[str, Callable[..., Any]] = {
-    "fit": fit.fit,
-    "evaluate": evaluation.evaluate,
-    "predict": evaluation.predict,
-    "train_on_batch": on_batch.train_on_batch,
-    "test_on_batch": on_batch.test_on_batch,
-    "predict_on_batch": on_batch.predict_on_batch,
-}
+_ON_BATCH = (on_batch.train_on_batch, on_batch.test_on_batch, on_batch.predict_on_batch)
+_METHODS = {method.__name__: method for method in (fit.fit, evaluation.evaluate, evaluation.predict, *_ON_BATCH)}
 _TRAINING = ("fit", "train_on_batch")
 _WRITERS = (
     *((keras.Model, name) for name in ("save", "save_weights", "export")),

@@ -46,9 +46,8 @@ def tolerance(precision: str, reduce_dtype: str) -> float:
 def check_flags(updates: int, warms_up: bool) -> dict[str, str]:
     """Returns fields of an experiment of that length that separate a wrong sum from rounding that has grown.
 
-    Rounding grows with time, in some models to a few percent (see the README). In float64 it begins at 1e-16, and is
-    still negligible then. A schedule need not fit into these few updates: the learning rate is constant, behind a
-    warm-up if there is one. BatchNorm is synchronized.
+    Rounding grows with time, in some models to a few percent (see the README). In float64 it is still negligible then.
+    A schedule need not fit into so few updates: the learning rate is constant, behind a warm-up if there is one.
     """
     few = min(updates, CHECK_UPDATES)
     return {
