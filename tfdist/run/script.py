@@ -99,6 +99,8 @@ def _executed(program: Program, distribution: Distribution) -> int:
             raise UserError(f"{place}: {error.what}", error.fix) from error
         raise TrainingError(f"{place}: {error}") from error
     except Exception as error:
+        if any(word in str(error) for word in ("Collective", "Horovod")) and distribution.peers.verdict():
+            raise distribution.peers.error() from error  # another worker has gone
         trace = error.__traceback__
         while trace and not _of_program(trace.tb_frame, program):
             trace = trace.tb_next
