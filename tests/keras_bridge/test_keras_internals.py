@@ -76,6 +76,14 @@ def test_losses_that_users_call_keep_their_value(connect):
     assert [float(v) for v in values()] == [2.0, 2.0]
 
 
+def test_a_column_is_added_to_rows():
+    a, column = np.arange(9.0).reshape(3, 3), np.arange(3.0)[:, None]
+    assert not np.array_equal(keras.ops.add(a, column), a + column), "Keras does: rows_are_no_bias can go"
+    with keras_internals.rows_are_no_bias():
+        for b in (column, column[:, 0], column.T, 2.0, column.astype("int32")):
+            np.testing.assert_array_equal(keras.ops.add(a, b), a + b)
+
+
 @pytest.mark.parametrize("name", ["F1Score", "FBetaScore", "R2Score", "AUC"])
 def test_metrics_that_create_their_variables_late(name):
     """Else they would not be reset, and checkpoints be those of another model."""

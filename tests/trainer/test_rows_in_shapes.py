@@ -90,6 +90,23 @@ def test_it_knows_the_rows_of_a_replica(kind, replicas, connect):
         np.testing.assert_allclose(ours, theirs, 1e-5, 1e-6)
 
 
+def test_a_replica_with_as_many_rows_as_columns_adds_a_column_to_rows(connect):
+    """Keras took it for a bias on two replicas, where it does not on one device: it trained to other weights."""
+
+    def weights(fit, **options):
+        keras.utils.set_random_seed(0)
+        hidden = keras.layers.Dense(4)(x := keras.Input((4,)))
+        model = keras.Model(x, keras.layers.Dense(1)(hidden + hidden[:, :1]))
+        model.compile("sgd", "mse")
+        fit(model, X, Y, batch_size=BATCH, shuffle=False, verbose=0, **options)
+        return model.get_weights()
+
+    with connect(2).scope():
+        found = weights(tfdist.fit, distribution=connect(2))
+    for ours, theirs in zip(found, weights(keras.Model.fit), strict=True):
+        np.testing.assert_allclose(ours, theirs, 1e-5, 1e-6)
+
+
 def test_what_is_not_a_mean_over_rows_is_refused(connect):
     distribution = connect(2)
     with distribution.scope():

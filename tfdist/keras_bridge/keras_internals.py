@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.common import remat as keras_remat
+from keras.src.backend.tensorflow import numpy as backend_numpy
 from keras.src.backend.tensorflow import random as backend_random
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
@@ -445,6 +446,25 @@ def matched_losses(
     with replaced("_flat_losses", [(compiled, recorders)]), replaced("_metrics", [(compiled, [None] * len(entries))]):
         compiled(y, y_pred, sample_weight)
     return matched
+
+
+def rows_are_no_bias() -> AbstractContextManager[None]:
+    """Lets `keras.ops.add` add `[rows, 1]` to `[rows, columns]` where both are as many and known, within it.
+
+    Keras takes that for a bias of the columns, in a replica with as many rows alone. Nothing public turns it off.
+    """
+
+    def make(theirs: Callable) -> Callable:
+        def add(a: Any, b: Any) -> tf.Tensor:
+            of_a, of_b = (getattr(value, "shape", ()) for value in (a, b))
+            if len(of_b) < 2 or len(of_a) != len(of_b) or any(size != 1 for size in of_b[1:]):
+                return theirs(a, b)
+            dtype = keras.backend.result_type(a.dtype, b.dtype)
+            return tf.add(keras.ops.cast(a, dtype), keras.ops.cast(b, dtype))
+
+        return add
+
+    return patched((backend_numpy, "add", make))
 
 
 def unscaled_losses(in_replicas: bool = True) -> AbstractContextManager[None]:

@@ -174,6 +174,7 @@ class Replica:
             xla = self.jit or self.distribution.static_shapes
             patches.enter_context(rematerialization.supported(self.model, xla))
             patches.enter_context(keras_internals.settings_in_threads())
+            patches.enter_context(keras_internals.rows_are_no_bias())
             return patches.pop_all()
 
     def tracing(self) -> contextlib.AbstractContextManager:
