@@ -29,7 +29,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, and programs under test would inherit that, too
 
-
 # Here and not in a fixture: test modules make tensors while they are collected.
 logging.disable()  # pytest would print what it says behind its own last line
 EIGHT = tfdist.connect("mirrored", virtual_devices=8, threads=1)

@@ -129,7 +129,6 @@ def leaves_nothing(folder, but):
 
 test_a_few_command_lines, test_any_command_line = adversary.few_and_many(2, 350, ends_well, arguments=LINES)
 
-
 # -- configs ------------------------------------------------------------------------
 
 CONFIG = """\

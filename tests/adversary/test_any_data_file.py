@@ -170,7 +170,6 @@ test_an_image, test_any_images = adversary.few_and_many(
     on_error=st.sampled_from(config.CHOICES["data.on_error"]), size=st.sampled_from(["", "4", "4x6"]),
 )  # fmt: skip
 
-
 # -- TFRecord files ---------------------------------------------------------------------
 
 
@@ -236,7 +235,6 @@ test_some_record_files, test_any_record_file = adversary.few_and_many(
     cache=st.sampled_from(["auto", "stream"]),
 )  # fmt: skip
 
-
 # -- text ---------------------------------------------------------------------------
 
 TEXTS = st.one_of(
@@ -258,7 +256,6 @@ test_some_texts, test_any_text = adversary.few_and_many(
     10, 700, a_text, content=TEXTS,
     options=st.one_of(st.sampled_from(["", "length=16", "length=1", "length=100000"]), adversary.mutated("length=16")),
 )  # fmt: skip
-
 
 # -- arrays and Parquet ---------------------------------------------------------------
 
@@ -306,7 +303,6 @@ test_some_array_files, test_any_array_file = adversary.few_and_many(
     cache=st.sampled_from(config.CHOICES["data.cache"]),
     options=st.one_of(st.just(""), adversary.mutated("shape=(2, 2), classes=3")),
 )
-
 
 # -- prepared data sets of TFDS ---------------------------------------------------------
 

@@ -89,7 +89,6 @@ test_some_messages_as_a_reader_sees_them, test_any_message_as_a_reader_sees_it =
     100, 10000, read_by, reader=st.sampled_from([reader for reader, _ in READERS]), message=MESSAGES
 )
 
-
 # -- bytes ----------------------------------------------------------------------------
 
 
@@ -220,7 +219,6 @@ def another_worker(pieces):
 
 
 WELL_READ = st.lists(st.one_of(BYTES, st.sampled_from(RIGHT).map(lambda m: json.dumps(m).encode() + b"\n")), max_size=5)
-
 
 test_some_bytes_of_another_node, test_any_bytes_of_another_node = adversary.few_and_many(
     30, 1000, another_node, pieces=WELL_READ

@@ -188,7 +188,6 @@ def read_all(tampering):
 
 test_some_folders, test_any_folder = adversary.few_and_many(4, 1500, read_all, tampering=tamperings())
 
-
 # -- values of a finished run in which one bit is another ------------------------
 
 VALUED = ("experiment.json", "data.json", "result.json")

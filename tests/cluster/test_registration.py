@@ -322,7 +322,6 @@ def test_who_comes_late_is_refused_and_the_run_goes_on(member, master, tmp_path)
 
 # -- after the meeting ------------------------------------------------------------
 
-
 AHEAD = """
 theirs, passed = watch.Watch.give, threading.Event()
 def give(self, *vote):
@@ -406,7 +405,6 @@ LOSSES = [  # what workers 0, 1 and 2 do, their exit codes, and what those with 
      ["peers.gather('x')", "os.kill(os.getpid(), 9)", "threading.Thread(target=stuck).start(); peers.gather('x')"],
      [1, -9, 1], r"failed: lost worker 1 \(HOST\): its process ended"),
 ]  # fmt: skip
-
 
 TWINS = {"raises", "chief fails", "exits in the middle", "stuck together", "a message without its parts", "other calls",
          "killed in gather", "a watch that breaks", "killed while others keep back what is printed"}  # fmt: skip

@@ -21,7 +21,6 @@ ENDED = {
     "ended evaluate": "earlier",
 }  # fmt: skip
 
-
 LONG = ("forked", "measured", "on_batch", "stopped", "changed")
 """Scenes of one test each, which is `whole`; so are those of a data set, but for one that is shuffled."""
 

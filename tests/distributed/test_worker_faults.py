@@ -189,7 +189,6 @@ def ports():
 
 # -- before the first update --------------------------------------------------------
 
-
 SHIM = """
 import importlib.metadata as m
 real = m.version
@@ -291,7 +290,6 @@ def test_weights_that_differ(crew, when):
 
 
 # -- signals ------------------------------------------------------------------------
-
 
 SLEEPS = """
 from tfdist.monitoring import recorder

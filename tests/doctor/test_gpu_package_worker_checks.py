@@ -23,7 +23,6 @@ pytest_plugins = ("support.nvidia_drivers",)  # its fixture
 GPUS = tuple(gpus.parse_line(line) for line in FOUR.splitlines())
 TF_CONFIG = {"cluster": {"chief": ["a:1"], "worker": ["b:2", "c:3"]}, "task": {"type": "worker", "index": 0}}
 
-
 # -- many at once ---------------------------------------------------------------
 
 

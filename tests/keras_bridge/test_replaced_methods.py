@@ -43,7 +43,6 @@ TRIPLES = lambda theirs: lambda *given, **options: 3.0 * theirs(*given, **option
 FASTER = lambda theirs: lambda *given: theirs(*given[:-1], 3.0 * given[-1])
 SIGNS = lambda theirs: lambda *given: theirs(*given[:-2], [tf.sign(g) for g in given[-2]], given[-1])
 
-
 REPLACED = [
     # Those of one cell show in different logs, outputs or weights: each must have been called.
     {"model.train_step": LOGS, "model.test_step": LOGS, "model.predict_step": TRIPLES},

@@ -131,7 +131,6 @@ WAYS = [
     *((n, w) for n in ("residual", "nested", "two outputs", "sequences") for w in ("tfdist.remat", "keras.RematScope")),
 ]
 
-
 QUICK = ("residual", "tfdist.remat", 2)
 CASES = sorted(((*way, replicas) for way in WAYS for replicas in (1, 2)), key=lambda case: case != QUICK)
 

@@ -66,7 +66,6 @@ for argument in sys.argv[1:]:
 sys.stdout.flush()
 '''
 
-
 MEET = '''
 """A worker: rank 0 takes one connection of rank 1 at the socket that it was given."""
 import os, socket

@@ -326,7 +326,6 @@ CASES = [
     Case("float16", lambda: compiled(dense(), O.SGD(0.05)), precision="mixed_float16", double=False),
 ]
 
-
 EPOCHS = 3
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12, "mixed_bfloat16": 1e-2, "mixed_float16": 1e-3}
 

@@ -8,9 +8,8 @@ from support.covering import first
 
 import tfdist
 
-RNG = np.random.default_rng(0)
+RNG, BATCH = np.random.default_rng(0), 8
 X, Y = RNG.normal(size=(16, 4)).astype("float32"), RNG.normal(size=(16, 1)).astype("float32")
-BATCH = 8
 
 
 class Plain(keras.Model):

@@ -295,7 +295,6 @@ DATA = {
     "torch": (torch_data, dict(epochs=2)),
 }  # fmt: skip
 
-
 SHORT = {("arrays", 1), ("a data set", 2), ("a sequence", 1), ("a generator", 2), ("pandas", 1)}
 """Kinds on one device and on two replicas: in `make test` the most frequent ones in turn."""
 KINDS = sorted(itertools.product(DATA, (1, 2)), key=lambda cell: cell not in SHORT)

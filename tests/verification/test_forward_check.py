@@ -143,7 +143,6 @@ def test_a_model_that_is_the_same_says_so_once(connect, said, measured):
 
 # -- what is not --------------------------------------------------------------
 
-
 ADDS_UP = AddsUp, {}, r"since layer 'adds_up.*' looks at the other rows of a batch"
 OF_BOTH = [
     whole(CentersTheBatch, {},

@@ -66,7 +66,6 @@ FORMS = {
     "generator": forever,
 }
 
-
 IN_AN_EVALUATION = r"^found after \d+ batch(es)?: .* in an evaluation: loss 'ignoring' differs"
 
 
@@ -195,9 +194,8 @@ def test_code_that_asks_whether_a_batch_is_full(connect):
 def test_a_check_for_which_one_worker_has_no_memory_is_left_out_by_all(connect, monkeypatch):
     """The others would wait for it in a sum."""
     peers, run, ran = type(connect(2).peers), EquivalenceProbe.run, []
-    gather = peers.gather
 
-    def with_another(peers, label, value=None):
+    def with_another(peers, label, value=None, gather=peers.gather):
         found = gather(peers, label, value)
         return [*found, False] if label == "whether memory suffices to check" else found
 
@@ -205,7 +203,6 @@ def test_a_check_for_which_one_worker_has_no_memory_is_left_out_by_all(connect, 
     monkeypatch.setattr(EquivalenceProbe, "run", lambda probe, *a, **k: (ran.append(*a), run(probe, *a, **k))[1])
     model = compiled(connect)
     tfdist.fit(model, *data(late=False), BATCH, distribution=connect(2), verbose=0)
-    # Smaller and smaller ones until there are too few rows.
     assert ran[-1] and step_calls._STEPS[id(model)].step.most_rows < loss.SAMPLE_ROWS
 
 

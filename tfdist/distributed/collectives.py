@@ -113,9 +113,7 @@ def sum_in_order(tensors: list[tf.Tensor]) -> tf.Tensor:
     `tf.add_n` begins with whichever tensor's memory it may reuse, which depends on who else still reads them at that
     moment: three replicas gave another last bit now and then. Of two the order makes no difference.
     """
-    if len(tensors) < 3:
-        return tf.add_n(tensors)
-    return tf.reduce_sum(tf.stack(tensors), 0)
+    return tf.add_n(tensors) if len(tensors) < 3 else tf.reduce_sum(tf.stack(tensors), 0)
 
 
 def isolated_sum(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:

@@ -146,10 +146,7 @@ def bucket(url: str) -> list[Finding]:
 
 
 SHOWN = ("tensorflow", "keras", "horovod", "tensorflow-datasets", "numpy")
-WHEELS = (
-    "tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-rocm", "tensorflow-tpu",
-    "tf-nightly", "tf-nightly-cpu", "tf-nightly-gpu", "tf-nightly-tpu",
-)  # fmt: skip
+WHEELS = tuple(n + kind for n in ("tensorflow", "tf-nightly") for kind in ("", "-cpu", "-gpu", "-rocm", "-tpu"))
 """All of them install the same folder `tensorflow`; what was installed last has written over the others."""
 KERAS = ("keras", "keras-nightly")
 

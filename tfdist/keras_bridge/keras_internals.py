@@ -575,7 +575,6 @@ went on from call to call, and nothing public tells."""
 averaged_function = operator.attrgetter("_fn", "_fn_kwargs")
 """The function that a MeanMetricWrapper averages, and its options; `get_config` gives them serialized."""
 
-
 # Optimizers.
 
 

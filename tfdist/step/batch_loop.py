@@ -104,9 +104,7 @@ def batch_loop(replica: Replica, layout: Layout, losses: int | None, step: Calla
                     ended=ended,
                 )
 
-            if more is True:
-                return work()
-            return tf.cond(more, work, lambda: state._replace(more=more))
+            return work() if more is True else tf.cond(more, work, lambda: state._replace(more=more))
 
         zero = tf.zeros([], tf.float64)
         start = LoopState(

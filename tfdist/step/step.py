@@ -56,7 +56,8 @@ class Step:
         self._sample: tuple[Structure, Structure] | None = None
         self._adding: list[str] = []  # the layers that call `add_loss`
         self._compiled: dict[tuple, Callable] = {}
-        self._runs_own: dict[str, bool] = {}
+        kinds = ("train", "test", "predict") if model.compiled else ("predict",)
+        self.runs_own = {kind: setups.runs_own(model, kind) for kind in kinds}  # whether some of the code is the user's
         self.of_any_rows: set[str] = set()  # kinds that have been traced without a known number of rows
         self._log_names: dict[str, LogNames] = {}
         self._reset: tuple[tuple[int, ...], Callable, Callable] = ((), lambda: None, dict)
@@ -81,7 +82,7 @@ class Step:
         # Of virtual replicas one function computes batches of any length: the end of a call depends on time.
         # Code of the user's own may ask a shape how many rows there are, as Keras lets it where all batches are alike.
         # In replicas only where it cannot do without, as `EquivalenceProbe` finds: there it gets another number.
-        own = self.runs_own(known := kind.split()[0])
+        own = self.runs_own[known := kind.split()[0]]
         full = layout.full and not layout.virtual and (known not in self.of_any_rows if own else kind == "train")
         layout = dataclasses.replace(layout, full=full)
         if options is None or self.own_steps.get(kind):  # which no option changes
@@ -104,12 +105,6 @@ class Step:
                     call = prediction_call(self.replica, layout, with_targets=kind != "predict")
             self._compiled[key] = call
         return self._compiled[key]
-
-    def runs_own(self, kind: str) -> bool:
-        """Returns whether some code of `train`, `test` or `predict` is the user's."""
-        if kind not in self._runs_own:
-            self._runs_own[kind] = setups.runs_own(self.model, kind)
-        return self._runs_own[kind]
 
     def totals(self, kind: str, sums: Sequence[float] = (), examples: float = 0.0) -> Totals:
         """Returns what turns the results of calls into logs; `sums` and `examples` are of an interrupted epoch."""

@@ -247,9 +247,7 @@ def cause(error: Exception, peers: Peers) -> Exception:
         return known
     text = one_line(error)
     mine = isinstance(error, _OWN_FAULTS) and not re.search("[Cc]ollective|Horovod", text)
-    if not mine and peers.verdict():
-        return peers.error()
-    return TrainingError(text[:400])
+    return peers.error() if not mine and peers.verdict() else TrainingError(text[:400])
 
 
 _FAULTS = "FailedPrecondition InvalidArgument NotFound OutOfRange ResourceExhausted Unimplemented"

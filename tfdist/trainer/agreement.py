@@ -119,22 +119,18 @@ class StepsPerCallTuner:
 
     def __init__(self, fixed: int | None):
         self._fixed = fixed
-        self._compiled: set[bool] = set()
         self._between: collections.deque[float] = collections.deque(maxlen=RECENT_CALLS)
         self.updates = fixed or 1
 
-    def record(self, seconds: float, updates: int, full: bool, between: float = 0.0) -> None:
-        """Records a call; the first of each kind is left out, since it was compiled in it.
+    def record(self, seconds: float, updates: int, steady: bool, between: float = 0.0) -> None:
+        """Records a call, unless something was compiled in it, as it was not in a `steady` one.
 
-        Args:
-          seconds, between: duration of the call, and the time since the call before; the same on all workers.
-          full: whether its batches were known to be full, which is another compiled function.
+        `seconds`, `between`: duration of the call, and the time since the call before; the same on all workers.
         """
         if self._fixed:
             return
         self._between.append(between)
-        if full not in self._compiled:
-            self._compiled.add(full)
+        if not steady:
             return
         target = min(max(SHORTEST_CALL_S, TIMES_BETWEEN * min(self._between)), LONGEST_CALL_S)
         # At most tenfold at a time: the first measured call is short and may have been lucky.

@@ -162,7 +162,7 @@ class Evaluation:
             call = step.compiled("test", self._layout, count=part.count)
             callbacks.on_test_batch_begin(done)
             totals.refresh()
-            start = time.perf_counter()
+            start, steady = time.perf_counter(), id(call) in step.warm
             arguments = (part.feed, tf.constant(part.first), tf.constant(part.last), *totals.arguments())
             result = CallResult(*step_calls.run(step, call, arguments, self._feed))
             fresh = int(result.done)
@@ -177,7 +177,7 @@ class Evaluation:
             decisions = agreement.agree(
                 distribution, model, label, seconds, should_stop, NOTHING_DUE, digest, self._feed, "stop_evaluating"
             )
-            tuner.record(decisions.seconds, fresh, part.full)
+            tuner.record(decisions.seconds, fresh, steady)
             if self._repeated:
                 self._repeated.after(fresh, lambda at=done - 1: self._feed.whole_batch(at))  # type: ignore[misc]
             if fresh < part.last - part.first:

@@ -253,7 +253,7 @@ class FitLoop:
         dtype = self._options.reduce_dtype
         options = TrainingOptions(dtype, self._norm, plan.lr_factors, self._sliced)
         # Python numbers that code of the user's own reads are those of its trace, of which Keras has one.
-        full = plan.layout.full if step.runs_own("train") else part.full
+        full = plan.layout.full if step.runs_own["train"] else part.full
         call = step.compiled("train", dataclasses.replace(plan.layout, full=full), options, part.count)
         if self._compiled is not keras_internals.compiled_loss(model):
             what = "a callback compiled the model within fit, which goes on with the step that it began with"
@@ -306,7 +306,7 @@ class FitLoop:
         )
         if warning := self._slow_workers.record(decisions):
             logger.info(warning)
-        self._tuner.record(decisions.seconds, done, part.full, decisions.between)
+        self._tuner.record(decisions.seconds, done, steady, decisions.between)
         self._check_again(done)
         self._audit.after(position.update, done, lambda: feed.whole_batch(position.update - 1))
         if done < part.last - part.first:

@@ -223,7 +223,7 @@ class _OnBatch:
         step, layout, size = self.step, self._layout, arrays.Arrays(columns).size
         if self._functions and self.kind == "train":
             step_calls.trains(step.model)  # what is traced now would train what is trainable now
-        static = layout.static or (size == self._first and (size % layout.replicas == 0 or step.runs_own(self.kind)))
+        static = layout.static or (size == self._first and (size % layout.replicas == 0 or step.runs_own[self.kind]))
         batch = size if static else 1 << (size - 1).bit_length() if layout.local else _ANY
         layout = dataclasses.replace(layout, batch=batch, none_empty=static and size >= layout.replicas, full=static)
         if self.kind != "predict":

@@ -163,8 +163,7 @@ class RepeatedCheck:
                     whole = probe.run(True)
                 # One worker alone may lack the memory: the others would wait for it in a sum.
                 if not all(peers.gather("whether memory suffices to check", whole is not None)) or whole is None:
-                    self._step.most_rows = probe.count // 2
-                    return
+                    raise tf.errors.ResourceExhaustedError(None, None, "of a worker")
                 (distances,) = _of_all_workers(probe, whole.distance(probe.run(False)))
                 suspect = not max(distances.values(), default=0.0) <= ROUNDING
                 some = [groups[done % len(groups)]] if groups else []

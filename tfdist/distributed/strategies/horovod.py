@@ -154,9 +154,7 @@ def meet(limit: float, environ: Mapping[str, str]) -> tuple[str, ...]:
         return ()
     here = f" ({platform.node()})" if environ.get("HOROVOD_LOCAL_SIZE") == environ["HOROVOD_SIZE"] else ""
     store.put(f"rank-{rank}", platform.node())
-    if rank:
-        return _await_chief(store, size, limit, here)
-    return _await_all(store, size, limit, here)
+    return _await_chief(store, size, limit, here) if rank else _await_all(store, size, limit, here)
 
 
 def _await_all(store: "_Store", size: int, limit: float, here: str) -> tuple[str, ...]:
