@@ -20,7 +20,7 @@ from tfdist.config.user_functions import RATE
 from tfdist.data.spec import Structure
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import UserError, one_line
-from tfdist.keras_bridge import keras_internals
+from tfdist.keras_bridge import keras_internals, preconditions
 
 State: TypeAlias = dict[str, Any]  # a callback's state by name, as JSON can hold it
 _KNOWN: dict[type, tuple[str, ...]] = {
@@ -95,7 +95,7 @@ def restore(
 ) -> tuple[resume.Position | None, dict[str, Any]]:
     """Restores a checkpoint into the run; called on all workers, with the checkpoint, if any, on the chief.
 
-    If the experiment `here` differs from the checkpoint's, or among the facts the learning rate of the optimizer, that
+    If the experiment `here` differs from the checkpoint's, or among the facts the learning rate of an optimizer, that
     keeps its own. Returns the position to resume at, and the best epoch; UserError if the model is another one.
     """
     model = run.model
@@ -109,9 +109,8 @@ def restore(
             what = f"the checkpoint was made with --cpu_kernels={made} and this run has {kernels}"
             logger.info(f"{what}: it goes on, and agrees to rounding")
     optimizer = keras_internals.inner_optimizer(model.optimizer)
-    setting = keras_internals.rate_setting(optimizer)
-    rate = setting if isinstance(setting, keras.Variable) else None
-    rate_here = 0.0 if rate is None else float(rate.numpy())
+    rates = keras_internals.rate_variables(preconditions.optimizers(model))
+    rates_here = {number: float(rate.numpy()) for number, rate in rates.items()}
     training_state.restore(model, run.distribution, run.callbacks, checkpoint.tensors if checkpoint else {})
     if run.virtual_replicas or state["replicas"] != run.distribution.replicas:
         training_state.separate_streams(model, run.distribution, apart=not run.virtual_replicas)
@@ -142,8 +141,9 @@ def restore(
         # Within an accumulation it stays there, as the gradients that have been added up do.
         _assign(counter, position.update - position.update % steps + int(counter.numpy()) % steps)
     odd_facts = [name for name, *_ in differing_facts(state.get("facts", {}), here[1])]
-    if rate is not None and (resume.differences(here[0], state["experiment"]) or f"{RATE} 1" in odd_facts):
-        _assign(rate, rate_here)
+    for number in rates:
+        if resume.differences(here[0], state["experiment"]) or f"{RATE} {number}" in odd_facts:
+            _assign(rates[number], rates_here[number])
     return position, {"value": None, "update": None, **state["best"]}
 
 

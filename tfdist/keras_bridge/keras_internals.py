@@ -605,10 +605,10 @@ def rate_setting(
     return getattr(optimizer, "_learning_rate", None)
 
 
-def rate_variables(optimizers: Sequence[keras.optimizers.Optimizer]) -> list[keras.Variable]:
-    """Returns the learning rates that a program may assign, those within other optimizers included."""
+def rate_variables(optimizers: Sequence[keras.optimizers.Optimizer]) -> dict[int, keras.Variable]:
+    """Returns the learning rates that a program may assign, by number of the optimizers, those within others too."""
     rates = [rate_setting(one) for optimizer in optimizers for one in updating(optimizer)]
-    return [rate for rate in rates if isinstance(rate, keras.Variable)]
+    return {number: rate for number, rate in enumerate(rates, 1) if isinstance(rate, keras.Variable)}
 
 
 counter = operator.attrgetter("_iterations")

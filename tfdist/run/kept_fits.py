@@ -25,7 +25,7 @@ from tfdist.config.runtime_options import ResumeOptions
 from tfdist.data import batches
 from tfdist.distributed.distribution import Distribution
 from tfdist.errors import Interrupted, TrainingError, UserError, one_line
-from tfdist.keras_bridge import keras_internals, setups
+from tfdist.keras_bridge import keras_internals, preconditions, setups
 from tfdist.keras_bridge.setups import digest
 from tfdist.monitoring import fit_report
 from tfdist.run.call_identity import CONTENT, STARTING, Recorded, callbacks_of, check_same, facts_of, find, in_memory
@@ -128,7 +128,8 @@ class KeptFits:
         of_call = {"call of fit": record["mark"]} if "mark" in record else {}
         changed = self._options.resume_changed
         kept = Checkpoints(folder, every=self._every, keep=2, changed=changed, experiment=of_call)
-        kept.facts = {name: fact for name, fact in facts.items() if name.startswith(user_functions.RATE)}
+        rates = keras_internals.rate_variables(preconditions.optimizers(model)) if model.compiled else {}
+        kept.facts = {f"{user_functions.RATE} {number}": f"{float(r.numpy()):.7g}" for number, r in rates.items()}
 
         def cannot_hold(names: set[str]) -> None:
             record["foreign"] = sorted({*record["foreign"], *names})

@@ -298,7 +298,7 @@ def _over_replicas(model: keras.Model, handle: Callable) -> Iterator[None]:
 
     with contextlib.ExitStack() as changes:
         changes.enter_context(keras_internals.without_reduction())
-        rates = keras_internals.rate_variables(known)
+        rates = keras_internals.rate_variables(known).values()
         watched = [(rate, functools.partial(assign_rate, rate.assign)) for rate in rates]
         changes.enter_context(keras_internals.replaced("assign", watched))
         for optimizer in known:

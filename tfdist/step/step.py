@@ -80,8 +80,7 @@ class Step:
         if count is not None:
             layout = dataclasses.replace(layout, batch=count)
         # Of virtual replicas one function computes batches of any length: the end of a call depends on time.
-        # Code of the user's own may ask a shape how many rows there are, as Keras lets it where all batches are alike.
-        # In replicas only where it cannot do without, as `EquivalenceProbe` finds: there it gets another number.
+        # Code of the user's own may ask a shape how many rows there are, in replicas only if it cannot do without.
         own = self.runs_own[known := kind.split()[0]]
         full = layout.full and not layout.virtual and (known not in self.of_any_rows if own else kind == "train")
         layout = dataclasses.replace(layout, full=full)

@@ -374,7 +374,7 @@ class EquivalenceProbe:
         kept = {v.path: total / replica.distribution.replicas for v, total in zip(self._gathered, means)}
         if self._training and self._own:
             alike = [*keras_internals.fixed_variables(model), *model.trainable_variables]
-            alike += keras_internals.rate_variables(preconditions.optimizers(model))
+            alike += keras_internals.rate_variables(preconditions.optimizers(model)).values()
             kept.update({v.path: tf.convert_to_tensor(v.value) for v in alike})
         return {f"{STATE} {path!r}": value for path, value in kept.items()}
 
