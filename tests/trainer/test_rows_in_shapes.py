@@ -67,7 +67,7 @@ def numbers(kind):
     """What a script sees: by arrays, by a data set whose batches have one size, and by single batches."""
     model, rows = compiled(kind), tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH, drop_remainder=True)
     seen = [model.fit(X, Y, BATCH, shuffle=False, verbose=0, validation_data=(X, Y), validation_batch_size=BATCH)]
-    seen += [model.fit(rows, epochs=2, verbose=0), model.evaluate(X, Y, BATCH, verbose=0)]
+    seen += [model.fit(rows, epochs=2, verbose=0), *(model.evaluate(X, Y, size, verbose=0) for size in (1, 2 * BATCH))]
     seen[:2] = [[history.history[name] for name in sorted(history.history)] for history in seen[:2]]
     if kind is not Steps:  # to which Keras gives three entries there
         seen += [model.train_on_batch(X[:BATCH], Y[:BATCH]), model.test_on_batch(X[:BATCH], Y[:BATCH])]

@@ -157,19 +157,17 @@ class Batch(NamedTuple):
             total=layout.micro_batch(count, micro).size,
             parts=layout.accumulate * (layout.replicas if layout.virtual else 1),
             max_size=layout.max_micro_rows if layout.local else 0,
-            present=None if certain else rows.size > 0,
+            present=None if certain else tf.convert_to_tensor(rows.size > 0),
         )
 
     def _take(self, rows: RowRange, start_in_worker: int | tf.Tensor) -> Structure:
         """Returns tensors [rows.size, ...]; of no rows, the first row there is."""
         in_table = isinstance(self.rows, tuple)
         start = start_in_worker if in_table else rows.start
-        size = rows.size if isinstance(rows.size, int) else None
-        if size is not None:
-            end = start + size
-        else:  # behind the end there is nothing to take
-            start = tf.where(rows.size > 0, start, 0)
-            end = start + tf.maximum(rows.size, 1)
+        size = max(rows.size, 1) if isinstance(rows.size, int) else None
+        # Behind the end there is nothing to take.
+        start = tf.where(rows.size > 0, start, 0) if size is None else start if rows.size else 0
+        end = start + (tf.maximum(rows.size, 1) if size is None else size)
 
         def sliced(tensor: tf.Tensor) -> tf.Tensor:
             return with_shape(tensor[start:end], [size, *tensor.shape[1:]])

@@ -248,6 +248,7 @@ class EquivalenceProbe:
             rows = tf.TensorSpec([layout.batch if layout.static or layout.full else None], tf.int32)
             leaves = keras.tree.flatten(self.rows)
             with layer_state.noting_writes() as writes:
+                is_open |= layout.full  # the order says how many of them there are
                 given = [tf.TensorSpec([None, *t.shape[1:]] if is_open else t.shape, t.dtype) for t in leaves]
                 try:
                     call = call.get_concrete_function(given, rows, tf.TensorSpec([], tf.float32))
