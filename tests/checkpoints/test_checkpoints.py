@@ -612,10 +612,10 @@ def test_another_setup_is_refused_and_the_same_goes_on(connect, tmp_path, number
 
 
 def test_a_learning_rate_that_has_changed_is_the_new_one(connect, tmp_path):
-    """The old one was restored behind the line that the run goes on with another."""
     x = np.ones((8, 3), "float32")
-    for epochs, rate in ((1, 0.1), (2, 0.2), (3, 0.2)):
-        made, *_ = setup(connect(1), rate=rate)
+    for epochs, rate in ((1, 0.1), (2, 0.2), (3, 0.2), (4, 0.3)):
+        made = setup(connect(1), rate=rate)[0] if epochs < 4 else made
+        made.optimizer.learning_rate = rate
         again = tfdist.Checkpoints(tmp_path, every="1 epoch", changed=epochs == 2)
         tfdist.fit(made, x, x[:, :1], epochs=epochs, distribution=connect(1), verbose=0, checkpoints=again)
         assert float(made.optimizer.learning_rate) == pytest.approx(rate) and again.saved

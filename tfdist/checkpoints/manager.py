@@ -105,7 +105,7 @@ class Checkpoints:
                     self.facts,
                     required=self._resume == "require",
                 )
-        position = self._restore(run, chosen)
+        position = self._restore(run, chosen, first=True)
         self.begun()
         if position is None:
             return None
@@ -146,8 +146,8 @@ class Checkpoints:
             raise TrainingError(f"no checkpoint in {self._name} can be used to go back to: start the run again")
         return position
 
-    def _restore(self, run: TrainingRun, checkpoint: LoadedCheckpoint | None) -> Position | None:
-        position, best = training_run.restore(run, checkpoint, (self._experiment, self.facts))
+    def _restore(self, run: TrainingRun, checkpoint: LoadedCheckpoint | None, first: bool = False) -> Position | None:
+        position, best = training_run.restore(run, checkpoint, (self._experiment, self.facts if first else {}))
         if position is not None:
             same = best.get("metric", self._best["metric"]) == self._best["metric"]  # another's value says nothing
             self._best |= best if same else {"value": None, "update": None}

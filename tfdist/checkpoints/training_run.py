@@ -111,6 +111,8 @@ def restore(
     optimizer = keras_internals.inner_optimizer(model.optimizer)
     rates = keras_internals.rate_variables(preconditions.optimizers(model))
     rates_here = {number: float(rate.numpy()) for number, rate in rates.items()}
+    counters = [keras_internals.counter(keras_internals.inner_optimizer(o)) for o in preconditions.optimizers(model)]
+    counted = [int(counter.numpy()) for counter in counters]
     training_state.restore(model, run.distribution, run.callbacks, checkpoint.tensors if checkpoint else {})
     if run.virtual_replicas or state["replicas"] != run.distribution.replicas:
         training_state.separate_streams(model, run.distribution, apart=not run.virtual_replicas)
@@ -141,8 +143,10 @@ def restore(
         # Within an accumulation it stays there, as the gradients that have been added up do.
         _assign(counter, position.update - position.update % steps + int(counter.numpy()) % steps)
     odd_facts = [name for name, *_ in differing_facts(state.get("facts", {}), here[1])]
+    # At the beginning of `fit`, the model of the last one goes on, whose rate may have been set after that.
+    goes_on = bool(here[1]) and any(counted) and counted == [int(counter.numpy()) for counter in counters]
     for number in rates:
-        if resume.differences(here[0], state["experiment"]) or f"{RATE} {number}" in odd_facts:
+        if goes_on or resume.differences(here[0], state["experiment"]) or f"{RATE} {number}" in odd_facts:
             _assign(rates[number], rates_here[number])
     return position, {"value": None, "update": None, **state["best"]}
 

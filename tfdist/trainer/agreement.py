@@ -123,10 +123,7 @@ class StepsPerCallTuner:
         self.updates = fixed or 1
 
     def record(self, seconds: float, updates: int, steady: bool, between: float = 0.0) -> None:
-        """Records a call, unless something was compiled in it, as it was not in a `steady` one.
-
-        `seconds`, `between`: duration of the call, and the time since the call before; the same on all workers.
-        """
+        """Records seconds of a call and `between` it and the last, alike on all workers; `steady`: nothing was compiled."""
         if self._fixed:
             return
         self._between.append(between)
