@@ -612,7 +612,7 @@ def test_another_setup_is_refused_and_the_same_goes_on(connect, tmp_path, number
 
 
 def test_a_learning_rate_that_has_changed_is_the_new_one(connect, tmp_path):
-    x = np.ones((8, 3), "float32")
+    x, made = np.ones((8, 3), "float32"), None
     for epochs, rate in ((1, 0.1), (2, 0.2), (3, 0.2), (4, 0.3)):
         made = setup(connect(1), rate=rate)[0] if epochs < 4 else made
         made.optimizer.learning_rate = rate

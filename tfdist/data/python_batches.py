@@ -129,7 +129,7 @@ class SequenceReader(PythonReader):
         self.origin.on_epoch_begin()
         if self.origin.num_batches != self.size:  # Keras would go on with the new one
             what = f"{type(self.origin).__name__} has {self.origin.num_batches} batches now and had {self.size} before"
-            raise UserError(what, "give it as many in all epochs, or call fit again for the others")
+            raise UserError(what, "give it as many in all epochs, also after its on_epoch_end")
 
     def end(self) -> None:
         self.origin.on_epoch_end()

@@ -68,7 +68,7 @@ class KeptFits:
         if self._distribution.is_chief:
             self._fits.mkdir(exist_ok=True)
             user_functions.list_results((self._fits / "results").absolute())
-        for number, path in enumerate(sorted(self._fits.glob("[0-9]*")), 1):
+        for number, path in enumerate(sorted(p for p in self._fits.glob("[0-9]*") if p.name.isdigit()), 1):
             if int(path.name) != number:  # a call that took its number would have another order of examples
                 what = f"{self._fits} has call {int(path.name)} of fit, and call {number} is missing"
                 raise UserError(what, "copy it back, or use --resume=never, which sets the others aside")
@@ -230,7 +230,7 @@ class KeptFits:
         """Keeps the last checkpoint of a finished call, and of all of them the newest that fit into `MOST_BYTES`."""
         files.prune(folder, set(files.newest_first(folder)[:1]))
         size = 0
-        for each in sorted(self._fits.glob("[0-9]*"), reverse=True):
+        for each in sorted((p for p in self._fits.glob("[0-9]*") if p.name.isdigit()), reverse=True):
             size += sum(f.stat().st_size for f in each.rglob("*") if f.is_file())
             if size > MOST_BYTES and each != folder:
                 files.prune(each, set())

@@ -123,7 +123,7 @@ class StepsPerCallTuner:
         self.updates = fixed or 1
 
     def record(self, seconds: float, updates: int, steady: bool, between: float = 0.0) -> None:
-        """Records seconds of a call and `between` it and the last, alike on all workers; `steady`: nothing was compiled."""
+        """Records seconds of a call and `between` calls, alike on all workers; `steady`: nothing was compiled in it."""
         if self._fixed:
             return
         self._between.append(between)
