@@ -68,7 +68,8 @@ class KeptFits:
         if self._distribution.is_chief:
             self._fits.mkdir(exist_ok=True)
             user_functions.list_results((self._fits / "results").absolute())
-        for number, path in enumerate(sorted(p for p in self._fits.glob("[0-9]*") if p.name.isdigit()), 1):
+        folders = [path for path in self._fits.glob("[0-9]*") if path.name.isdigit()]
+        for number, path in enumerate(sorted(folders, key=lambda path: int(path.name)), 1):
             if int(path.name) != number:  # a call that took its number would have another order of examples
                 what = f"{self._fits} has call {int(path.name)} of fit, and call {number} is missing"
                 raise UserError(what, "copy it back, or use --resume=never, which sets the others aside")

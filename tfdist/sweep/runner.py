@@ -288,8 +288,7 @@ class Sweep:
 
     def _show(self) -> int:
         with self._locked():
-            open_ = {TrialState.WAITING, TrialState.RUNNING}
-            elsewhere = sum(t.state in open_ for t in self._latest().values())
+            elsewhere = sum(t.state in (TrialState.WAITING, TrialState.RUNNING) for t in self._latest().values())
             rows = self._save("running" if elsewhere else "completed")
             aim = results.metric_of(rows, self.search.metric)
             table = results.markdown(self.title, rows, aim)
