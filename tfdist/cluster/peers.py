@@ -249,8 +249,7 @@ class Peers:
             return
         self.watch.finished = True
         if self.rank == 0 and self.watch.wait_for_departures(EXIT_WAIT_S):
-            # Whoever has started the workers would wait for that one for ever. The run itself is over, and has its
-            # result: there are no last words.
+            # Whoever has started the workers would wait for that one for ever. The run itself is over.
             self.watch.acknowledged.set()
             self.watch.finished = False
             standard_streams.write_error(f"tfdist: failed: {self.failure}\n")

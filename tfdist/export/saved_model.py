@@ -15,8 +15,7 @@ from tfdist.errors import UserError
 from tfdist.keras_bridge import keras_internals
 
 DEFAULT, ENCODED, TENSORS = "serving_default", "encoded", "tensors"
-"""Signatures: what TensorFlow Serving calls if not told otherwise; one for JPEG or PNG bytes; one for the tensors that
-a table becomes."""
+"""Signatures: what TensorFlow Serving calls if not told otherwise; for JPEG or PNG bytes; for tensors of a table."""
 _SPACE = r"[\pZ\t-\r\x1c-\x1f\x{85}]"  # what str.strip takes away, for RE2
 _FINE = 1000  # standard deviations from 0 up to which float32 tells values apart, to a ten-thousandth of one
 

@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 import operator
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ from tensorflow.python.framework import config, ops
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import custom_gradient, gen_math_ops
 
+from tfdist.config import user_functions
 from tfdist.data.spec import Structure
 from tfdist.errors import UserError
 
@@ -285,8 +287,7 @@ def rows_draw_alike() -> AbstractContextManager[None]:
 
 
 MOMENTS = "_moments"
-"""The method of BatchNormalization that computes mean and variance of (inputs, mask); Keras has no option for how they
-are summed over replicas."""
+"""The method of BatchNormalization that computes mean and variance of (inputs, mask); no option says how they sum."""
 
 
 def remat_mode(layer: keras.Layer) -> str:
@@ -332,8 +333,7 @@ def answer_rematerialization(
 
     No public function replaces what has been wrapped already, or calls a part of the nodes. `call` returns
     NotImplemented to leave a function to TensorFlow. Of the models that `is_divided` tells, `run` takes the nodes in
-    order, the values of tensors by their ids, which it adds to, the ids of those that are returned, and what runs a
-    node so.
+    order, the values of tensors by their ids, which it adds to, the ids of those that are returned, and how to run one.
     """
 
     def decorated(theirs: Callable, f: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -446,6 +446,26 @@ def matched_losses(
     with replaced("_flat_losses", [(compiled, recorders)]), replaced("_metrics", [(compiled, [None] * len(entries))]):
         compiled(y, y_pred, sample_weight)
     return matched
+
+
+@contextlib.contextmanager
+def asking_rows() -> Iterator[list[str]]:
+    """Notes, within it, which code of the user's own asks a shape for a number of rows that it does not tell."""
+    asked: list[str] = []
+
+    def noting(theirs: Callable) -> Callable:
+        def method(shape: tf.TensorShape, *key: Any) -> Any:
+            asks = key in ((), (0,)) and shape.rank and shape.dims[0].value is None
+            if asks and user_functions.is_users(file := sys._getframe(1).f_code.co_filename):
+                asked.append(file)
+            return theirs(shape, *key)
+
+        return method
+
+    with patched(
+        *((tf.TensorShape, name, noting) for name in ("__getitem__", "__iter__", "as_list", "is_fully_defined"))
+    ):
+        yield asked
 
 
 def rows_are_no_bias() -> AbstractContextManager[None]:
@@ -713,8 +733,7 @@ def scaled_rates(
 
     Weight decay and the optimizers that look the rate up for themselves go through private methods.
     """
-    # Grappler would move the factor within the products of an update, in one replica and not in the other: an operation
-    # that is no product keeps it out.
+    # Grappler would move the factor within the products of an update, in one replica and not in the other.
     times = lambda rate, own: rate if own == 1 else tf.ensure_shape(rate * own, [])
     step, decay, rate = optimizer.update_step, optimizer._apply_weight_decay, optimizer._get_current_learning_rate
     # Replicas are traced in threads that meet in each update of a variable, so they are at the same one.
@@ -821,8 +840,7 @@ def variables_as_numbers() -> AbstractContextManager[None]:
     """Lets `float(optimizer.learning_rate)`, `int` and `np.array` work, within it, under every strategy.
 
     Keras hands all to TensorFlow's variable, and that of a strategy lacks these methods, which the plain one has. So a
-    callback that works on one device would end the training on two. Nothing public is between the two: the methods are
-    added to TensorFlow's class.
+    callback that works on one device would end the training on two. Nothing public is between them.
     """
     methods = {
         "__float__": lambda variable: float(variable.numpy()),

@@ -263,8 +263,7 @@ def kinds_of(graph: tf.Graph) -> set[str]:
 
 
 PYTHON = {"EagerPyFunc", "PyFunc"}
-"""Operations that call Python, which may draw numbers and keep a state that no graph shows; `PyFuncStateless` promises
-that it does not."""
+"""Operations that call Python, which may draw numbers and keep a state that no graph shows; `PyFuncStateless` not."""
 
 
 def drawing(kinds: set[str]) -> list[str]:

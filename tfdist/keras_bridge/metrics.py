@@ -1,5 +1,4 @@
-"""Compiled Keras metrics in a compiled step: their updates, without the small ops that cost a small model its speed,
-and their results."""
+"""Compiled Keras metrics in a compiled step: their updates, without many small and slow ops, and their results."""
 
 import contextlib
 import weakref

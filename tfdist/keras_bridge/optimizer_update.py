@@ -237,8 +237,7 @@ class OwnedOptimizer:
                 decay = tf.cast(self._times(rate, variable), exact) * tf.cast(optimizer.weight_decay, exact)
                 variable.assign_sub(tf.cast(tf.cast(variable, exact) * decay, variable.dtype))
         update = self._sgd(rate) if isinstance(optimizer, keras.optimizers.SGD) else self._adam(rate)
-        # A weight that the backward pass still reads would be copied before it is written. The sums of other gradients
-        # need not exist yet.
+        # A weight that the backward pass still reads would be copied before it is written.
         with tf.control_dependencies(after):
             for i, grad, variable in triples:
                 if self._sliced:

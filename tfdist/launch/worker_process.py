@@ -110,8 +110,7 @@ class Screen:
         try:
             stream.flush()
             # `sys.stdout.buffer.write` would not write all of it: with PYTHONUNBUFFERED it is one write(2), which a
-            # signal (a worker that ends is one) cuts short, and a terminal that another program has made non-blocking
-            # takes only what has room.
+            # signal (a worker that ends is one) cuts short, and a non-blocking terminal takes only what has room.
             left = memoryview(data)
             while left:
                 try:

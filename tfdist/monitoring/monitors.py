@@ -219,8 +219,7 @@ class Timeline(Callback):
 class Board:
     """Writes `train` and `validation` below `folder`, event by event; a full disk stops nothing else.
 
-    Not by TensorBoard's writer: its thread would print a traceback, which a launcher takes for the cause of the next
-    failure.
+    Not by TensorBoard's writer: its thread would print a traceback, which a launcher takes for the cause of failures.
     """
 
     def __init__(self, folder: pathlib.Path):

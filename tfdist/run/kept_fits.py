@@ -39,8 +39,7 @@ MOST_BYTES = 10 << 30  # of the states of finished calls; those before the newes
 class KeptFits:
     """The calls of `fit` of a script, in their order, each with its checkpoints in `workdir/fits/NNNN`.
 
-    A finished call returns at once with the state at its end, an interrupted one continues at its update. As a context
-    it holds the lock of the folder.
+    A finished call returns at once with the state at its end, an interrupted one continues at its update. A context.
     """
 
     def __init__(self, distribution: Distribution, options: ResumeOptions, every: str):

@@ -29,8 +29,7 @@ from tfdist.keras_bridge.loss import LossTerm, Objective, objectives
 class StepSums:
     """The sums of a slice of a global batch: gradients in groups, and one vector of loss sums.
 
-    Group 0 is the gradient of all losses whose denominator is known beforehand; each further group belongs to one loss
-    with a denominator of its own.
+    Group 0 is the gradient of all losses whose denominator is known beforehand; each further one has its own.
     """
 
     present: list[list[bool]]  # for each group, which of the trainable variables have a gradient

@@ -56,9 +56,8 @@ class Step:
         self._sample: tuple[Structure, Structure] | None = None
         self._adding: list[str] = []  # the layers that call `add_loss`
         self._compiled: dict[tuple, Callable] = {}
-        kinds = ("train", "test", "predict") if model.compiled else ("predict",)
+        kinds = ("predict", *("train", "test") * bool(model.compiled))
         self.runs_own = {kind: setups.runs_own(model, kind) for kind in kinds}  # whether some of the code is the user's
-        self.of_any_rows: set[str] = set()  # kinds that have been traced without a known number of rows
         self._log_names: dict[str, LogNames] = {}
         self._reset: tuple[tuple[int, ...], Callable, Callable] = ((), lambda: None, dict)
 
@@ -80,10 +79,9 @@ class Step:
         if count is not None:
             layout = dataclasses.replace(layout, batch=count)
         # Of virtual replicas one function computes batches of any length: the end of a call depends on time.
-        # Code of the user's own may ask a shape how many rows there are, in replicas only if it cannot do without.
-        own = self.runs_own[known := kind.split()[0]]
-        full = layout.full and not layout.virtual and (known not in self.of_any_rows if own else kind == "train")
-        layout = dataclasses.replace(layout, full=full)
+        # Code of the user's own may ask a shape how many rows there are, as `EquivalenceProbe` notes.
+        own = kind == "train" or self.runs_own[kind.split()[0]]
+        layout = dataclasses.replace(layout, full=layout.full and own and not layout.virtual)
         if options is None or self.own_steps.get(kind):  # which no option changes
             options = TrainingOptions()
         key = (kind, layout, options, self.replica.bare)

@@ -86,8 +86,7 @@ class Callback(keras.callbacks.Callback):
 
     takes_many_updates: bool = False
     """A call of the compiled function makes many updates, unless a callback overrides `on_train_batch_begin` or
-    `on_train_batch_end`: then it makes one. With True this callback gets one `on_train_batch_end` for all updates of a
-    call, for the last of them."""
+    `on_train_batch_end`: then it makes one. With True this one gets one `on_train_batch_end` for the last of them."""
     wants_gradient_norm: bool = False  # with True, `on_call` gets the norm of the gradient, which costs a pass over it
 
     def limit_call(self, update: int) -> float:

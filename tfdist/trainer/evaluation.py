@@ -260,8 +260,7 @@ def predictions(
 ) -> Iterator[tuple[Structure, int]]:
     """Yields for each global batch the outputs of a compiled function, tensors [rows, ...], and their number of rows.
 
-    Every worker must read on. `kind`: of the function, see `Step.compiled`; `should_stop`: called after each batch, if
-    given.
+    Every worker must read on. `kind`: of the function, see `Step.compiled`; `should_stop`: called after each batch.
     """
     preconditions.among("check_agreement", check_agreement, equivalence_check.CHOICES)
     preconditions.scope(model, distribution, virtual_replicas)

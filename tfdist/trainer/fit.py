@@ -103,8 +103,7 @@ def fit(
       max_rollbacks: how often; then stop.
       evaluate_ema: with an optimizer that has `use_ema`, validate the averaged weights, which the training will end
         with; callbacks' `on_epoch_end` sees them, too. Keras' fit validates the weights as they are.
-      lr_multipliers: factors on the optimizer's learning rate and weight decay, by pattern for names of layers:
-        `{"head*": 10.0}`.
+      lr_multipliers: factors on learning rate and weight decay, by pattern for names of layers: `{"head*": 10.0}`.
       layer_decay: factor on both from each layer to the one below it; see `optimizers.layer_factors`.
       zero_stage: 1 to keep a slice of the optimizer's state on each replica, with the same result; for optimizers of
         Keras that update each element by itself. Outside of `fit` the state is whole. 0 for all of it on each.

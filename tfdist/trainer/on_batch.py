@@ -148,8 +148,7 @@ class _Batch(arrays.Arrays):
 class _OnBatch:
     """Calls of one kind for a model, as it is compiled.
 
-    What is trained is decided by the first one, as in Keras: a GAN's discriminator may be frozen afterwards for the
-    model that trains the generator.
+    What is trained is decided by the first one, as in Keras: a GAN's discriminator may be frozen afterwards.
     """
 
     key: tuple[object, ...]  # what it was made for
@@ -250,8 +249,7 @@ class _OnBatch:
 def _for_any_rows(call: Any, columns: tuple) -> Callable:
     """Returns a function that is traced once for any number of rows, at the same call on all workers.
 
-    Traced for the rows of its own, one worker may have a trace already where another one makes one, and the sums of two
-    traces do not belong together.
+    Traced for the rows of its own, one worker may have a trace where another one makes one, whose sums are others.
     """
     anything = lambda tensor: tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
     traced: list[object] = []

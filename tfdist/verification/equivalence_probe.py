@@ -233,8 +233,7 @@ class EquivalenceProbe:
     def _function(self, whole: bool, number: int) -> _Function:
         """Returns what computes so many rows."""
         model, layout = self.model, self._layout(whole, number if self._full else self.count)
-        # As in a training, the graph does not know how many rows there are, unless all shapes must be known: Keras
-        # takes what has one column and as many rows as another tensor has columns for a bias (keras.ops.add).
+        # As in a training whose batches differ, the graph does not know how many rows there are.
         is_open = not (layout.static or layout.virtual or layout.local or layout.full)
         key = whole, None if is_open else layout.batch
         if key in self._compiled:
@@ -247,18 +246,17 @@ class EquivalenceProbe:
         else:
             rows = tf.TensorSpec([layout.batch if layout.static or layout.full else None], tf.int32)
             leaves = keras.tree.flatten(self.rows)
-            with layer_state.noting_writes() as writes:
+            with layer_state.noting_writes() as writes, keras_internals.asking_rows() as asked:
                 is_open |= layout.full  # the order says how many of them there are
                 given = [tf.TensorSpec([None, *t.shape[1:]] if is_open else t.shape, t.dtype) for t in leaves]
                 try:
                     call = call.get_concrete_function(given, rows, tf.TensorSpec([], tf.float32))
                 except (TypeError, ValueError):
-                    if layout.full or layout.static or layout.virtual or not self.step.runs_own[self.comparison.kind]:
+                    if not asked:
                         raise
-                    self._full = True  # a shape may have been asked for the number of rows
-                    return self._function(whole, number)
-            if not layout.full:
-                self.step.of_any_rows.add(self.comparison.kind)
+            if asked and not (layout.full or layout.static or layout.virtual):
+                self._full = True
+                return self._function(whole, number)
             own_writes = layer_state.foreign(model, writes)
             known = {id(c) for v in [*model.variables, *model.metrics_variables] for c in keras_internals.copies(v)}
             others = [v for v in call.graph.variables if id(v) not in known]
