@@ -24,10 +24,7 @@ def built(units, rate):
     return model
 
 
-def build(hp):
-    return built(hp.Int("units", 4, 16, 4), hp.Float("rate", 1e-3, 1e-1, sampling="log"))
-
-
+build = lambda hp: built(hp.Int("units", 4, 16, 4), hp.Float("rate", 1e-3, 1e-1, sampling="log"))
 for make, limits in (
     (keras_tuner.RandomSearch, dict(max_trials=2, executions_per_trial=2)),
     (keras_tuner.Hyperband, dict(max_epochs=2, factor=2)),
@@ -44,21 +41,19 @@ for make, limits in (
     show(name, *best.evaluate(*held_out, verbose=0), *(np.square(w).sum() for w in best.get_weights()))
 
 
-class Prune(keras.callbacks.Callback):
-    def __init__(self, trial):
-        super().__init__()
-        self.trial = trial
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.trial.report(logs["val_loss"], epoch)
-        if self.trial.should_prune():
+def prune(trial):
+    def after(epoch, logs):
+        trial.report(logs["val_loss"], epoch)
+        if trial.should_prune():
             raise optuna.TrialPruned()
+
+    return keras.callbacks.LambdaCallback(on_epoch_end=after)
 
 
 def objective(trial):
     keras.utils.set_random_seed(3)
     model = built(trial.suggest_int("units", 4, 16), trial.suggest_float("rate", 1e-3, 1e-1, log=True))
-    return model.fit(x, y, callbacks=[Prune(trial)], **options).history["val_loss"][-1]
+    return model.fit(x, y, callbacks=[prune(trial)], **options).history["val_loss"][-1]
 
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -161,28 +161,17 @@ def test_the_future_does_not_change_what_gpt_says():
     assert built("gpt", Spec((10,), "int32", 900, 850.0), "width=16, heads=2, depth=1").output_shape[-1] == 900
 
 
-FLOATS = Spec((10,), "float32", 5, 1.0)
 REFUSED = [
     ("resnet_cifar", "depth=21", IMAGES, "depth=21 of resnet_cifar is not 6n + 2: choose 20"),
-    ("resnet_cifar", "stochastic_depth=1.0", IMAGES, "stochastic_depth of resnet_cifar must be in [0, 1), got 1.0"),
-    ("cnn", "channels=8", IMAGES, "channels of cnn must be integers such as (16, 32), got 8"),
     ("cnn", "channels=(4, 0)", IMAGES, "channels of cnn must be integers such as (16, 32), got (4, 0)"),
-    ("cnn", "units=1.5", IMAGES, "units of cnn must be an integer, 1 or more, got 1.5"),
-    ("mlp", "depth=-1", IMAGES, "depth of mlp must be an integer, 0 or more, got -1"),
-    ("mlp", "dropout=True", IMAGES, "dropout of mlp must be in [0, 1), got True"),
-    ("gpt", "tied=maybe", TOKENS, "tied of gpt must be True or False, got 'maybe'"),
-    ("gpt", "vocabulary=-1", TOKENS, "vocabulary of gpt must be an integer, 0 or more, got -1"),
-    ("vit", "heads=0", IMAGES, "heads of vit must be an integer, 1 or more, got 0"),
     ("mlp", "spec=1", IMAGES, "model.options: tfdist.models.zoo.small:mlp takes no such arguments: multiple values"),
     ("cnn", "", zoo_cases.images(1, 1), "needs images of at least 2x2 with these options, the data has 1x1"),
-    ("conv_bn", "", zoo_cases.images(7, 1), "needs images of at least 8x8 with these options, the data has 7x7"),
     ("table_mlp", "outputs=3", zoo_cases.OWN["table_mlp"].spec, "outputs=3 is for numbers to predict, and the"),
     ("mlp", "", zoo_cases.OWN["table_mlp"].spec, "takes one kind of input, and a table has columns"),
-    ("vit", "patch=5", IMAGES, "patch=5 does not divide images of 16x16"),
-    ("vit", "width=10", IMAGES, "width=10 is not a multiple of heads=3"),
     ("gpt", "width=10", TOKENS, "width=10 is not a multiple of heads=4"),
     ("gpt", "vocabulary=30", TOKENS, "vocabulary=30 is too small for the data, which needs 40"),
-    ("gpt", "", FLOATS, "needs sequences of integers, the data has float32"),
+    ("gpt", "", Spec((10,), "float32", 5, 1.0), "needs sequences of integers, the data has float32"),
+    ("vit", "patch=5", IMAGES, "patch=5 does not divide images of 16x16"),
     ("alexnet", "", TOKENS, "needs images [height, width, channels], the data has shape [10]"),
     ("table_mlp", "", IMAGES, "needs the columns of a table"),
     ("mlp", "", Spec((), "object", 3, 1.0), "this model takes numbers, and the data has inputs of object: use a model"),

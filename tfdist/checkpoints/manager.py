@@ -75,7 +75,8 @@ class Checkpoints:
         self.resumed_from: int | None = None  # update
         self.paused = 0.0  # seconds for which training has waited for checkpoints
         self._updates, self._seconds = math.inf, math.inf
-        self._last = self._hold_at = time.monotonic()
+        self._last = time.monotonic()
+        self.hold_at = self._last  # when to hold the state again, by the clock of this worker; the chief's counts
         self._best: dict[str, Any] = {"value": None, "update": None, "metric": best}
         self._thread: threading.Thread | None = None  # which writes one; on the chief only
         self.kept: list[pathlib.Path] = []  # those of this run that are on the disk, the oldest first
@@ -147,7 +148,7 @@ class Checkpoints:
         return position
 
     def _restore(self, run: TrainingRun, checkpoint: LoadedCheckpoint | None, first: bool = False) -> Position | None:
-        position, best = training_run.restore(run, checkpoint, (self._experiment, self.facts if first else {}))
+        position, best = training_run.restore(run, checkpoint, self._experiment, self.facts if first else {})
         if position is not None:
             same = best.get("metric", self._best["metric"]) == self._best["metric"]  # another's value says nothing
             self._best |= best if same else {"value": None, "update": None}
@@ -211,11 +212,7 @@ class Checkpoints:
         copied = {name: np.array(tensor) for name, tensor in tensors.items()}
         self.in_memory = LoadedCheckpoint(self.folder, self._state(run, position), copied)
         now = time.monotonic()
-        self._hold_at = now + max(HELD_S, (now - start) / HELD_SHARE)
-
-    def should_hold(self) -> bool:
-        """Tells whether it is time to hold the state again, by the clock of this worker; the chief's counts."""
-        return time.monotonic() >= self._hold_at
+        self.hold_at = now + max(HELD_S, (now - start) / HELD_SHARE)
 
     def finish(self) -> None:
         """Waits for the last checkpoint, and logs what checkpoints have cost."""

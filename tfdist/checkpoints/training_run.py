@@ -91,12 +91,16 @@ def state_of(
 
 
 def restore(
-    run: TrainingRun, checkpoint: resume.LoadedCheckpoint | None, here: tuple[Mapping[str, str], Mapping[str, object]]
+    run: TrainingRun,
+    checkpoint: resume.LoadedCheckpoint | None,
+    experiment: Mapping[str, str],
+    facts: Mapping[str, object],
 ) -> tuple[resume.Position | None, dict[str, Any]]:
     """Restores a checkpoint into the run; called on all workers, with the checkpoint, if any, on the chief.
 
-    If the experiment `here` differs from the checkpoint's, or among the facts the learning rate of an optimizer, that
-    keeps its own. Returns the position to resume at, and the best epoch; UserError if the model is another one.
+    Learning rates stay as they are if the experiment differs from the checkpoint's, or that rate among the facts, which
+    are empty where no call of `fit` begins. Returns the position to resume at, and the best epoch; UserError if the
+    model is another one.
     """
     model = run.model
     mine = checkpoint.state if checkpoint else None
@@ -142,11 +146,11 @@ def restore(
         counter, steps = keras_internals.counter(optimizer), optimizer.gradient_accumulation_steps or 1
         # Within an accumulation it stays there, as the gradients that have been added up do.
         _assign(counter, position.update - position.update % steps + int(counter.numpy()) % steps)
-    odd_facts = [name for name, *_ in differing_facts(state.get("facts", {}), here[1])]
+    odd_facts = [name for name, *_ in differing_facts(state.get("facts", {}), facts)]
     # At the beginning of `fit`, the model of the last one goes on, whose rate may have been set after that.
-    goes_on = bool(here[1]) and any(counted) and counted == [int(counter.numpy()) for counter in counters]
+    goes_on = bool(facts) and any(counted) and counted == [int(counter.numpy()) for counter in counters]
     for number in rates:
-        if goes_on or resume.differences(here[0], state["experiment"]) or f"{RATE} {number}" in odd_facts:
+        if goes_on or resume.differences(experiment, state["experiment"]) or f"{RATE} {number}" in odd_facts:
             _assign(rates[number], rates_here[number])
     return position, {"value": None, "update": None, **state["best"]}
 

@@ -58,7 +58,9 @@ class Peers:
         self._alone = not connections
         self._held = held
         self._gathers = 0
-        self._apart = ""  # what this worker does without the others, in words; "" while it does nothing of that kind
+        self.doing_apart = (
+            ""  # what this worker does without the others, in words; "" while it does nothing of that kind
+        )
         if not self._alone:
             self.watch.start()
             atexit.register(self._at_exit)
@@ -71,7 +73,7 @@ class Peers:
         """
         atexit.unregister(self._at_exit)
         self.watch.abandon()
-        self._apart = f"a process that worker {self.rank} has forked is not a worker"
+        self.doing_apart = f"a process that worker {self.rank} has forked is not a worker"
         self.release_port()
 
     @property
@@ -110,21 +112,16 @@ class Peers:
         `what` tells who then calls something that needs all workers, which would wait for ever.
         """
         with self.during("saving"):
-            self._apart, before = what, self._apart
+            self.doing_apart, before = what, self.doing_apart
             try:
                 yield
             finally:
-                self._apart = before
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether this worker does something without the others."""
-        return bool(self._apart)
+                self.doing_apart = before
 
     def _needs_others(self) -> None:
-        if self._apart:
+        if self.doing_apart:
             raise UserError(
-                f"{self._apart}, and calls what needs all workers", "leave that out, or set chief_only=False"
+                f"{self.doing_apart}, and calls what needs all workers", "leave that out, or set chief_only=False"
             )
 
     def seeing_signals(self) -> contextlib.AbstractContextManager[None]:
@@ -156,7 +153,7 @@ class Peers:
         try:
             yield
         except Exception as error:
-            if not (self._alone or self._apart or self.failure or isinstance(error, Interrupted)):
+            if not (self._alone or self.doing_apart or self.failure or isinstance(error, Interrupted)):
                 number, self._gathers = self._gathers, self._gathers + 1
                 kind, why = type(error).__name__, one_line(error, 4000)
                 self.watch.give(number, f"{heartbeat.RAISED}{what}: {kind}", why)

@@ -13,7 +13,7 @@ import pathlib
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -172,7 +172,12 @@ def settings_read() -> dict[str, str]:
 
 def is_own(code: object) -> bool:
     """Returns whether a function, or the class of an object, is code of the user's or of another library."""
-    return (getattr(code, "__module__", None) or "").partition(".")[0] not in _LIBRARIES
+    return is_own_module({"__name__": getattr(code, "__module__", None) or ""})
+
+
+def is_own_module(names: Mapping[str, Any]) -> bool:
+    """Returns the same of the module with these global names."""
+    return names.get("__name__", "").partition(".")[0] not in _LIBRARIES
 
 
 def reachable(roots: Iterable[object], ends: tuple[type, ...] = ()) -> Iterator[object]:
@@ -251,7 +256,7 @@ def _bodies(functions: Iterable[Any]) -> list[types.CodeType]:
 
 def unwrapped(thing: Any) -> Any:
     """Returns a function without what libraries have wrapped around it; what code of the user's has wrapped stays."""
-    own = lambda it: inspect.isfunction(it) and it.__globals__.get("__name__", "").partition(".")[0] not in _LIBRARIES
+    own = lambda it: inspect.isfunction(it) and is_own_module(it.__globals__)
     return inspect.unwrap(thing, stop=own)
 
 

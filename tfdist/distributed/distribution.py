@@ -80,11 +80,6 @@ class Distribution:
         return self.device_kind == "CPU" and not self.static_shapes
 
     @property
-    def times_sums(self) -> bool:
-        """Whether there is an all-reduce, and the host's clock tells how long it takes."""
-        return self.timed and self.replicas > 1
-
-    @property
     def workers(self) -> int:
         """Number of processes."""
         return self.peers.size

@@ -450,14 +450,14 @@ def matched_losses(
 
 @contextlib.contextmanager
 def asking_rows() -> Iterator[list[str]]:
-    """Notes, within it, which code of the user's own asks a shape for a number of rows that it does not tell."""
+    """Notes, within it, which code that is not Keras' asks a shape for a number of rows that it does not tell."""
     asked: list[str] = []
 
     def noting(theirs: Callable) -> Callable:
         def method(shape: tf.TensorShape, *key: Any) -> Any:
             asks = key in ((), (0,)) and shape.rank and shape.dims[0].value is None
-            if asks and user_functions.is_users(file := sys._getframe(1).f_code.co_filename):
-                asked.append(file)
+            if asks and user_functions.is_own_module(names := sys._getframe(1).f_globals):
+                asked.append(names.get("__name__", ""))
             return theirs(shape, *key)
 
         return method

@@ -27,13 +27,6 @@ Gradients: TypeAlias = "list[tf.Tensor | None]"
 """One dense tensor per trainable variable, None where the loss does not depend on it."""
 
 
-def is_fused(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Returns whether updates are TensorFlow's fused ops; exact classes only: others may compute something else."""
-    inner = inner_optimizer(optimizer)
-    as_made = all(keras_internals.is_theirs(o, name) for o in (optimizer, inner) for name in keras_internals.UPDATING)
-    return as_made and type(inner) in FUSED and not getattr(inner, "amsgrad", False)
-
-
 def check_methods(optimizer: keras.optimizers.Optimizer, names: Sequence[str]) -> None:
     """Raises UserError if an optimizer has a method of its own, of these names, in whose place tfdist acts."""
     for asked in (optimizer, *keras_internals.updating(optimizer)):
@@ -73,7 +66,11 @@ class OwnedOptimizer:
         self._in_float16, self._sliced = in_float16, sliced
         self.base = base = inner_optimizer(optimizer)
         self._factors = {keras_internals.variable_key(base, v): f for v, f in zip(variables, factors)}
-        self._is_fused = is_fused(optimizer)
+        # Whether updates are TensorFlow's fused ops, of exact classes only: others may compute something else.
+        as_made = all(
+            keras_internals.is_theirs(o, name) for o in (optimizer, base) for name in keras_internals.UPDATING
+        )
+        self._is_fused = as_made and type(base) in FUSED and not getattr(base, "amsgrad", False)
         self._places = keras_internals.places(base, variables) if self._is_fused or sliced else []
         if sliced and factors:
             own = [(sliced.slices[place], f) for place, f in zip(self._places, factors) if place in sliced.slices]

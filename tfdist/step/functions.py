@@ -181,7 +181,7 @@ def global_sums(
     """
     distribution = replica.distribution
     count = replica.count(layout, batch)
-    clock = training and distribution.times_sums
+    clock = training and distribution.timed and distribution.replicas > 1
     sums_of = functools.partial(replica.sums, count=count, training=training, scale=scale)
 
     def all_reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:

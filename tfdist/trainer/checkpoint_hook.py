@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -98,7 +99,7 @@ class CheckpointHook:
         if self._checkpoints is None:
             return NOTHING_DUE
         several = self._run.distribution.workers > 1
-        return Due(self._checkpoints.late(), several and self._checkpoints.should_hold())
+        return Due(self._checkpoints.late(), several and time.monotonic() >= self._checkpoints.hold_at)
 
     def after_call(self, position: Position, decisions: Decisions, logs: Mapping | None = None) -> None:
         """Takes a checkpoint, if one is due by number or the chief's clock, or an epoch with these logs is the best."""

@@ -176,7 +176,7 @@ class KerasPatch:
         @self._outside_scope
         def write(model: keras.Model, filepath: str | os.PathLike, *args: Any, **options: Any) -> Any:
             path, name = pathlib.Path(filepath).absolute(), theirs.__name__
-            if peers.is_apart or len(set(peers.gather(f"{name}()", str(path)))) > 1:
+            if peers.doing_apart or len(set(peers.gather(f"{name}()", str(path)))) > 1:
                 return theirs(model, filepath, *args, **options)
             hosts, result, content = peers.hosts, None, None
             if self.distribution.is_chief:

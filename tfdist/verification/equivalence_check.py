@@ -369,7 +369,7 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
     except (ValueError, TypeError, tf.errors.OpError) as error:
         if varied:
             return _agree(step, given, comparison._replace(as_given=True), choice)
-        if not (comparison.divides or probe.computed_whole):
+        if not comparison.divides and (comparison.parts == "micro-batches" or not probe.computed_whole):
             return _agree(step, rows, comparison._replace(divides=True), choice)
         if comparison.kind == "train" and (probe.computed_whole or not isinstance(error, tf.errors.OpError)):
             raise

@@ -152,8 +152,9 @@ class EquivalenceProbe:
         """
         if self._distribution.static_shapes:
             return []
-        few = np.linspace(0, self.count - 1, min(SAMPLE_ROWS - 1, self.count)).astype(int).tolist()
-        parts = min(self.comparison.number, self.count)
+        number, parts = min(SAMPLE_ROWS - 1, self.count), min(self.comparison.number, self.count)
+        number = number - number % parts or parts if self.comparison.divides else number
+        few = np.linspace(0, self.count - 1, number).astype(int).tolist()
         single = [[(first + part * self.count // parts) % self.count for part in range(parts)] for first in range(4)]
         return [few] if keras_internals.batch_norms(self.model) else [few, *single]
 
@@ -246,15 +247,16 @@ class EquivalenceProbe:
         else:
             rows = tf.TensorSpec([layout.batch if layout.static or layout.full else None], tf.int32)
             leaves = keras.tree.flatten(self.rows)
+            told = layout.full or layout.static or layout.virtual
             with layer_state.noting_writes() as writes, keras_internals.asking_rows() as asked:
                 is_open |= layout.full  # the order says how many of them there are
                 given = [tf.TensorSpec([None, *t.shape[1:]] if is_open else t.shape, t.dtype) for t in leaves]
                 try:
                     call = call.get_concrete_function(given, rows, tf.TensorSpec([], tf.float32))
                 except (TypeError, ValueError):
-                    if not asked:
+                    if not asked or told:
                         raise
-            if asked and not (layout.full or layout.static or layout.virtual):
+            if asked and not told:
                 self._full = True
                 return self._function(whole, number)
             own_writes = layer_state.foreign(model, writes)
