@@ -213,3 +213,21 @@ def test_layers_are_named_alike_whenever_a_model_is_built():
         return [layer.name for layer in model.layers]
 
     assert names() == names() and "conv2d" in names()
+
+
+def test_loops_are_differentiated_as_under_a_tape_that_is_not_persistent():
+    x = tf.Variable(2.0)
+
+    @tf.function(autograph=False)
+    def gradients(nested):
+        of_user = tf.GradientTape() if nested else contextlib.nullcontext()
+        with tf.GradientTape(persistent=True) as tape, keras_internals.recording(tape), of_user as inner:
+            _, y = tf.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * x), [0, x.value()])
+            z = inner.gradient(y, x) if nested else 3 * y
+        return [tape.gradient(value, x) for value in ((z,) if nested else (y, z))]
+
+    with keras_internals.plain_gradients():
+        assert [float(g) for g in gradients(False)] == [32, 96]
+        assert [float(g) for g in gradients(True)] == [48], "of a tape of the user's own"
+    functions = gradients.get_concrete_function(False).graph.as_graph_def().library.function
+    assert not any("cflow_gradient_wrapper" in f.signature.name for f in functions), "plain_gradients does nothing"

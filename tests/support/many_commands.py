@@ -50,7 +50,7 @@ def main():
             os.dup2(err, 2)
             sys.argv = [module, *arguments]
             del sys.modules[f"{module}.__main__"]
-            atexit.register(_tell_modules, names)
+            atexit.register(lambda names=names: os.write(names, "\n".join(sys.modules).encode()))
             return runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         said = [os.pread(file, os.fstat(file).st_size, 0).decode() for file in files]
@@ -59,10 +59,6 @@ def main():
         ends.append([code, *said[:2]])
         _load(said[2].split())
     json.dump(ends, sys.stdout)
-
-
-def _tell_modules(file):
-    os.write(file, "\n".join(sys.modules).encode())
 
 
 def _load(names):

@@ -153,9 +153,8 @@ class RunFolder:
                 return _move_within(real)
             real.mkdir()
         except OSError as error:
-            raise UserError(
-                f"the earlier run in --workdir={self.path} cannot be set aside ({error.strerror})", fix
-            ) from None
+            what = f"the earlier run in --workdir={self.path} cannot be set aside ({error.strerror})"
+            raise UserError(what, fix) from None
         if (moved / LOGS).exists():  # the launcher has just opened them for this run
             (moved / LOGS).rename(self.path / LOGS)
         with contextlib.suppress(FileNotFoundError):  # where it cannot be locked

@@ -200,15 +200,13 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
     in_blocks = bisect.bisect_right(list(itertools.accumulate(per_node)), rank)
     node = env_vars.number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else in_blocks
     if node >= len(per_node) or local_rank >= per_node[node]:
-        raise UserError(
-            f"SLURM_LOCALID={local_rank} on node {node} is outside {spread}={environ[spread]}", "unset SLURM_STEP_ID"
-        )
+        what = f"SLURM_LOCALID={local_rank} on node {node} is outside {spread}={environ[spread]}"
+        raise UserError(what, "unset SLURM_STEP_ID")
     host = ""
     if "MASTER_ADDR" not in environ and nodes in environ:
         if environ.get("SLURM_DISTRIBUTION") == "arbitrary" and len(per_node) > 1:
-            raise UserError(
-                "SLURM_DISTRIBUTION=arbitrary does not tell on which host rank 0 runs", "set MASTER_ADDR to that host"
-            )
+            what = "SLURM_DISTRIBUTION=arbitrary does not tell on which host rank 0 runs"
+            raise UserError(what, "set MASTER_ADDR to that host")
         host = first_host(environ[nodes], nodes) if len(per_node) > 1 or size == 1 else "127.0.0.1"
     # Neighbouring jobs, steps and restarts get different ports: one may still hold its own when the next begins.
     job, restarts = env_vars.number(environ, "SLURM_JOB_ID"), env_vars.number(environ, "SLURM_RESTART_COUNT")
@@ -238,9 +236,8 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
         cluster = config.get("sparseCluster") or config.get("cluster") or {}
         jobs = {job: tasks for job, tasks in cluster.items() if tasks}
     except (ValueError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"TF_CONFIG is not a JSON object with a cluster in it ({error})", "correct or unset it"
-        ) from None
+        what = f"TF_CONFIG is not a JSON object with a cluster in it ({error})"
+        raise UserError(what, "correct or unset it") from None
     sparse = "sparseCluster" in config or isinstance(cluster.get("worker"), dict)
     if not jobs and not sparse:
         return None
@@ -256,9 +253,8 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
         # A complete map from index to address is a list. A map of one may be one of many.
         tasks, indices = jobs.get("worker", {}), [str(i) for i in range(len(jobs.get("worker", {})))]
         if "sparseCluster" in config or len(tasks) < 2 or tasks.keys() != set(indices):
-            raise UserError(
-                "TF_CONFIG is that of a dynamic TFJob, which lists not all workers", "set enableDynamicWorker: false"
-            )
+            what = "TF_CONFIG is that of a dynamic TFJob, which lists not all workers"
+            raise UserError(what, "set enableDynamicWorker: false")
         jobs["worker"] = [tasks[i] for i in indices]
     for job, tasks in jobs.items():
         if not isinstance(tasks, list):

@@ -120,9 +120,8 @@ class Peers:
 
     def _needs_others(self) -> None:
         if self.doing_apart:
-            raise UserError(
-                f"{self.doing_apart}, and calls what needs all workers", "leave that out, or set chief_only=False"
-            )
+            what = f"{self.doing_apart}, and calls what needs all workers"
+            raise UserError(what, "leave that out, or set chief_only=False")
 
     def seeing_signals(self) -> contextlib.AbstractContextManager[None]:
         """Sees signals even while the main thread, which handles them, waits in C++ for a lost worker."""

@@ -449,9 +449,8 @@ class _JoiningWorker(_Registration):
             what = f"timed out after {self._start_timeout:.0f} s waiting for {chief} ({error})"
             raise UserError(what, "start it, check its address, or raise --start_timeout") from None
         except wire.WireError as error:
-            raise UserError(
-                f"handshake with {chief} failed ({error})", "another program or job has this port, choose a free one"
-            ) from None
+            what = f"handshake with {chief} failed ({error})"
+            raise UserError(what, "another program or job has this port, choose a free one") from None
 
 
 def _reserve(host: str) -> tuple[socket.socket, str]:

@@ -245,9 +245,8 @@ def local_copy(path: str, what: str, download: bool = True, braces: bool = False
     try:
         listed = bucket.listing("" if fixed != path else pattern)
     except BucketError as error:
-        raise UserError(
-            f"{what} cannot be read ({error.strerror})", "check the network, your keys and the URL"
-        ) from None
+        what = f"{what} cannot be read ({error.strerror})"
+        raise UserError(what, "check the network, your keys and the URL") from None
     patterns = [
         re.compile(fnmatch.translate(p)) for p in (field_syntax.expanded(what, pattern) if braces else [pattern])
     ]

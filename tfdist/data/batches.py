@@ -59,9 +59,8 @@ class Batches(Source):
         specs = keras.tree.flatten(self.decoded.element_spec)
         for spec in specs:
             if not isinstance(spec, tf.TensorSpec):
-                raise UserError(
-                    f"a data set of {type(spec).__name__} cannot be batched evenly", "make its tensors dense"
-                )
+                what = f"a data set of {type(spec).__name__} cannot be batched evenly"
+                raise UserError(what, "make its tensors dense")
         if any(spec.shape.rank == 0 for spec in specs) or len({s.shape[0] for s in specs if s.shape.rank} - {None}) > 1:
             raise UserError("the data set has single examples and no batches", "give dataset.batch(64)")
 

@@ -35,9 +35,8 @@ class Examples:
         self._data, self._what = data, what
         grains = [c.__name__ for c in type(data).__mro__ if c.__module__.startswith("grain")]
         if "BatchMapDataset" in grains:
-            raise UserError(
-                f"{what} returned batches, and needs examples, which are batched later", "leave out batch()"
-            )
+            what = f"{what} returned batches, and needs examples, which are batched later"
+            raise UserError(what, "leave out batch()")
         size = len(data)  # type: ignore[arg-type]
         if size == sys.maxsize:
             raise UserError(f"{what} returned examples without end", "leave out repeat()")

@@ -38,7 +38,7 @@ from tensorflow.python.distribute.distribute_lib import ReplicaContextBase, Stra
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.framework import config, ops
 from tensorflow.python.framework.func_graph import FuncGraph
-from tensorflow.python.ops import custom_gradient, gen_math_ops
+from tensorflow.python.ops import custom_gradient, gen_math_ops, gradients_util
 
 from tfdist.config import user_functions
 from tfdist.data.spec import Structure
@@ -900,6 +900,30 @@ def without_gradient_registry() -> Iterator[None]:
         finally:
             for name in entered:
                 ops.gradient_registry._registry.pop(name, None)
+
+
+recording = lambda tape: replaced("tape", [(_inside, tape)])
+"""Lets `plain_gradients` know, within it, the persistent tape of this thread."""
+
+
+def plain_gradients() -> AbstractContextManager[None]:
+    """Lets TensorFlow differentiate loops and branches as under a tape that is not persistent, within it.
+
+    Under one that is, it puts each into a function, with gradients of all within, since gradients of gradients might be
+    asked for: an update of an LSTM takes a third longer. Of a tape of the user's own within they may be.
+    """
+
+    def make(theirs: Callable) -> Callable:
+        def types(tensors: Sequence) -> int:
+            tape, found = getattr(_inside, "tape", None), theirs(tensors)
+            if tape is None or found != gradients_util.POSSIBLE_GRADIENT_TYPES_HIGHER_ORDER:
+                return found
+            with tape.stop_recording():
+                return found if theirs(tensors) else gradients_util.POSSIBLE_GRADIENT_TYPES_FIRST_ORDER
+
+        return types
+
+    return patched((gradients_util, "PossibleTapeGradientTypes", make))
 
 
 def sums_in_order() -> AbstractContextManager[None]:

@@ -80,9 +80,8 @@ def _node_0(text: str, most: int, default: env_vars.PlatformNode, options: argpa
         raise UserError(f"--nnodes={text} needs --master_addr: the address of node 0 in the network of the nodes")
     port = whole("--master_port", options.master_port or default.port or (env_vars.PORT if most > 1 else 0), 0, 65535)
     if port == 0 and most > 1:
-        raise UserError(
-            "--master_port=0 means any free port, which other nodes cannot know", "give the same on all nodes"
-        )
+        what = "--master_port=0 means any free port, which other nodes cannot know"
+        raise UserError(what, "give the same on all nodes")
     return addr or "127.0.0.1", port, str(default.gpus or 1)
 
 

@@ -148,9 +148,8 @@ def listen(host: str, port: int, wait: float = 0.0, say: Callable[[str], object]
     try:
         return registration.listen(host, port, deadline, registration.Reminder(say, deadline))
     except socket.gaierror as error:
-        raise UserError(
-            f"--master_addr={host} is not known ({error.strerror})", "give a name or address of node 0"
-        ) from None
+        what = f"--master_addr={host} is not known ({error.strerror})"
+        raise UserError(what, "give a name or address of node 0") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             taken = f"--master_port={port} is taken on {host}"

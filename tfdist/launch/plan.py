@@ -108,9 +108,8 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str], environ: Mapping
         experiment, where, workdir = _train_flags(rest)
         held = "" if where.dry_run else workdir
         if where.insecure:
-            raise UserError(
-                "--insecure after -- would change nothing, since workers get a secret", "write it before --"
-            )
+            what = "--insecure after -- would change nothing, since workers get a secret"
+            raise UserError(what, "write it before --")
         facts |= {f"--{name}": value for name, value in config.flat(experiment).items()}
         facts |= {f"--{name}": value for name, value in dataclasses.asdict(where).items() if name not in _OWN}
         devices = "none" if where.uses_cpu else where.devices

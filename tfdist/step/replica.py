@@ -170,10 +170,10 @@ class Replica:
         reduce, context = self.distribution.all_reduce, tf.distribute.get_replica_context()
         with contextlib.ExitStack() as patches:
             patches.enter_context(keras_internals.replaced("all_reduce", [(context, reduce)] if reduce else []))
-            xla = self.jit or self.distribution.static_shapes
-            patches.enter_context(rematerialization.supported(self.model, xla))
+            patches.enter_context(rematerialization.supported(self.model, self.jit or self.distribution.static_shapes))
             patches.enter_context(keras_internals.settings_in_threads())
             patches.enter_context(keras_internals.rows_are_no_bias())
+            patches.enter_context(keras_internals.plain_gradients())
             return patches.pop_all()
 
     def tracing(self) -> contextlib.AbstractContextManager:
@@ -283,7 +283,7 @@ class Replica:
     def _passes(self, rows: MicroBatch, count: tf.Tensor | int, training: bool, scale: tf.Tensor | None) -> PassResult:
         model, (x, y, weight) = self.model, unpack(rows.data)
         targets = [v.value for v in model.trainable_variables]
-        with tf.GradientTape(persistent=True) as tape:
+        with tf.GradientTape(persistent=True) as tape, keras_internals.recording(tape):
             undone: contextlib.AbstractContextManager = contextlib.nullcontext()
             if rows.present is not None or rows.row_mask is not None:
                 replicas = self.distribution.replicas

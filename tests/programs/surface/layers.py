@@ -244,10 +244,6 @@ def stateful(layer):
     return compiled(model)
 
 
-def rows_of_pixels(n):
-    return rng().integers(0, 256, (n, 6, 6, 2)).astype("uint8"), classes(n)[1]
-
-
 PROGRAMS = [
     of_features("activity_regularizer", lambda: L.Dense(6, activity_regularizer=keras.regularizers.L2(0.1))),
     of_features("ActivityRegularization", lambda: L.ActivityRegularization(l2=0.1)),
@@ -322,7 +318,7 @@ PROGRAMS = [
     Program(
         "layer Rescaling",
         lambda: stack((6, 6, 2), L.Rescaling(1 / 255), L.CenterCrop(4, 4), L.Resizing(3, 3), L.Flatten()),
-        rows_of_pixels,
+        lambda n: (rng().integers(0, 256, (n, 6, 6, 2)).astype("uint8"), classes(n)[1]),
     ),
     of_images("RandomFlip", lambda: L.RandomFlip(seed=3), unlike_one=MASKS),
     Program(

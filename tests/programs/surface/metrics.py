@@ -80,10 +80,6 @@ def of_positive_numbers():
     ]  # fmt: skip
 
 
-def of_columns():
-    return [metrics.PearsonCorrelation(), metrics.ConcordanceCorrelation()]
-
-
 def scalar(y, p):
     return ops.mean(ops.abs(y - p))
 
@@ -313,7 +309,9 @@ PROGRAMS = [
     measured("of positive numbers", of_positive_numbers, shares, "mse", "softmax"),
     measured("of signs", lambda: [metrics.Hinge(), metrics.SquaredHinge()], signs, "squared_hinge"),
     Program("metrics Accuracy", lambda: compiled(Rounding(), "mse", metrics=[metrics.Accuracy()]), small_integers),
-    measured("correlations", of_columns, columns, units=1),
+    measured(
+        "correlations", lambda: [metrics.PearsonCorrelation(), metrics.ConcordanceCorrelation()], columns, units=1
+    ),
     measured("function by example", lambda: [by_example], numbers),
     measured("function of one number", lambda: [scalar], numbers),
     measured("function of one number, a maximum", lambda: [largest_error], numbers),

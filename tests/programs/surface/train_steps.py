@@ -182,10 +182,6 @@ def gan():
     return model
 
 
-def real_and_noise(n):
-    return ({"real": features(n), "noise": normal(n, 3, seed=9)},)
-
-
 class Distiller(keras.Model):
     """Keras' example: compute_loss of one's own, with a teacher."""
 
@@ -373,7 +369,7 @@ PROGRAMS = [
     step("that clips", lambda: compiled(Clips(), "mse"), numbers, refused=NO_MEAN),
     step("without an optimizer", lambda: compiled(WithoutOptimizerOfKeras(), "mse"), numbers,
          refused={"several": "after an update: add it up over the replicas"}),
-    step("GAN", gan, real_and_noise),
+    step("GAN", gan, lambda n: ({"real": features(n), "noise": normal(n, 3, seed=9)},)),
     step("distillation", distiller, classes),
     step("contrastive", contrastive, lambda n: (features(n),), refused=NO_MEAN),
     step("siamese by add_loss", siamese, triplets),

@@ -166,9 +166,8 @@ def _shape(parts: Sequence[Part], options: Options, what: str) -> tuple[int, ...
     if not isinstance(requested, (tuple, list)) or not all(type(n) is int and n > 0 for n in requested):
         raise UserError(f"data.options: shape must be integers such as (28, 28, 1), got {options.get('shape')!r}")
     if math.prod(requested) != math.prod(shape) or not math.prod(shape):
-        raise UserError(
-            f"data.options: shape={tuple(requested)} does not fit {name}, of {list(shape)} for each example"
-        )
+        what = f"data.options: shape={tuple(requested)} does not fit {name}, of {list(shape)} for each example"
+        raise UserError(what)
     return tuple(requested)
 
 

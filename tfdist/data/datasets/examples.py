@@ -176,9 +176,8 @@ def _weights(values: np.ndarray, targets: np.ndarray, what: str) -> np.ndarray:
         weights = values.astype(keras.config.floatx())
     wrong = weights[~((weights >= 0) & (weights < np.inf))]
     if wrong.size:
-        raise UserError(
-            f"{what} has the weight {float(wrong[0]):g}", "give finite ones of 0 or more, and 0 to leave an example out"
-        )
+        what = f"{what} has the weight {float(wrong[0]):g}"
+        raise UserError(what, "give finite ones of 0 or more, and 0 to leave an example out")
     return weights
 
 

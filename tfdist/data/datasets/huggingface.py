@@ -229,18 +229,16 @@ def _columns(features: Mapping[str, Any], options: Options, what: str) -> tuple[
         if name is None:
             alike = [n for n in features if kinds[n] == kind] or [n for n in usual if n in features]
             if len(alike) != 1:
-                raise UserError(
-                    f"{what} does not tell which column is {column}", f"say data.options={column}=NAME, of {listed}"
-                )
+                what = f"{what} does not tell which column is {column}"
+                raise UserError(what, f"say data.options={column}=NAME, of {listed}")
             name = alike[0]
         if name not in features:
             raise UserError(f"data.options: there is no column {name!r} for {column} in {what}: it has {listed}")
         chosen[column] = name
     x = features[chosen["x"]]
     if kinds[chosen["x"]] != "Image" and not _stored(x).startswith(NUMBERS):
-        raise UserError(
-            f"{what}: the input {chosen['x']} is {_kind(x)}: only images and numbers can be trained on: {listed}"
-        )
+        what = f"{what}: the input {chosen['x']} is {_kind(x)}: only images and numbers can be trained on: {listed}"
+        raise UserError(what)
     return chosen["x"], chosen["y"]
 
 
@@ -278,9 +276,8 @@ def _dense(values: Any, what: str) -> np.ndarray:
         return array
     lengths = compute.unique(compute.list_value_length(values)).to_pylist()
     if len(lengths) > 1:
-        raise UserError(
-            f"{what} has lists of different lengths, such as {lengths[0]} and {lengths[1]}", "make them alike"
-        )
+        what = f"{what} has lists of different lengths, such as {lengths[0]} and {lengths[1]}"
+        raise UserError(what, "make them alike")
     inner = _dense(values.flatten(), what)
     return inner.reshape(len(values), lengths[0] if lengths else 0, *inner.shape[1:])
 

@@ -76,9 +76,8 @@ def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:
     if not names:
         raise UserError(f"{what}: there are no images", "put those of each class into a folder of its own in it")
     if len(names) == 1:
-        raise UserError(
-            f"{what}: there is only one class, {names[0]!r}", "put the images of each into a folder of its own"
-        )
+        what = f"{what}: there is only one class, {names[0]!r}"
+        raise UserError(what, "put the images of each into a folder of its own")
     number, splits = {name: i for i, name in enumerate(names)}, {}
     for split, classes in by_split.items():
         files = [(path, number[name]) for name, paths in classes.items() for path in paths]

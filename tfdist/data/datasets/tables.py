@@ -244,9 +244,8 @@ def _inputs(chosen: TableOptions, names: list[str]) -> list[str]:
         what = "a column without a name, often the number of the row, would be an input"
         raise UserError(what, "leave it out with data.options=\"leave_out=['']\", or name it")
     if not inputs:
-        raise UserError(
-            f"data.options leaves no column to predict {chosen.target!r} from: there are {', '.join(names)}"
-        )
+        what = f"data.options leaves no column to predict {chosen.target!r} from: there are {', '.join(names)}"
+        raise UserError(what)
     return inputs
 
 

@@ -152,9 +152,8 @@ def _prepare(builder: tfds.core.DatasetBuilder, name: str, by_number: bool) -> N
             raise UserError(f"data.data_dir is not usable: {one_line(error, 300)}", "choose another folder") from error
         if by_hand:
             elsewhere = f"put into {folder} what TFDS asks for: {one_line(by_hand, 600)}"
-        raise UserError(
-            f"data set {name!r} cannot be prepared in {builder.data_dir}: {one_line(error, 300)}: {elsewhere}"
-        ) from error
+        what = f"data set {name!r} cannot be prepared in {builder.data_dir}: {one_line(error, 300)}: {elsewhere}"
+        raise UserError(what) from error
     finally:
         random.setstate(drawn)
 

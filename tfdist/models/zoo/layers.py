@@ -113,9 +113,8 @@ def divides(width: int, heads: int) -> None:
 def needs_image(name: str, spec: Spec, smallest: int = 1) -> None:
     """Refuses what is no image, or has fewer pixels per side than poolings leave something of."""
     if len(spec.shape) != 3:
-        raise UserError(
-            f"model.name={name!r} needs images [height, width, channels], the data has shape {list(spec.shape)}"
-        )
+        what = f"model.name={name!r} needs images [height, width, channels], the data has shape {list(spec.shape)}"
+        raise UserError(what)
     if min(spec.shape[:2]) < smallest:
         raise UserError(
             f"model.name={name!r} needs images of at least {smallest}x{smallest} with these options, the data has "
