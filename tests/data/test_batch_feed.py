@@ -13,7 +13,7 @@ from support.covering import first
 import tfdist
 from tfdist.data import batches
 from tfdist.data.batch_layout import Layout
-from tfdist.data.sources import Batches
+from tfdist.data.sources import Batches, as_source
 
 X = np.random.default_rng(1).normal(size=(12, 3)).astype("float32")
 COLUMNS = {
@@ -104,6 +104,42 @@ def test_what_is_read_ahead_moves_no_order_on(connect):
         return len(counted)
 
     assert rows_read(13) - rows_read(1) == 12 * 4
+
+
+def test_an_epoch_begins_to_read_after_its_callbacks(connect):
+    """Batches of the next one were made before a callback had set what functions of the data read."""
+    factors, variable = [1.0], tf.Variable(1.0)
+    by_python = lambda x: tf.ensure_shape(
+        tf.numpy_function(lambda x: x * np.float32(factors[0]), [x], tf.float32), [4, 1]
+    )
+    set_both = lambda epoch, _: (factors.insert(0, 1.0 + epoch), variable.assign(1.0 + epoch))
+    for change in (by_python, lambda x: x * variable):
+        data = tf.data.Dataset.from_tensors((np.ones((4, 1), "float32"), np.zeros((4, 1)))).repeat(5)
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        sets = keras.callbacks.LambdaCallback(on_epoch_begin=set_both)
+        data = data.map(lambda x, y, change=change: (change(x), y))
+        history = tfdist.fit(model, data, epochs=3, distribution=connect(1), callbacks=[sets], verbose=0).history
+        assert history["loss"] == [1, 4, 9]
+
+
+def test_each_pass_over_a_sequence_is_compared():
+    class Data(keras.utils.PyDataset):
+        passes, later = 0, 0  # what it adds to numbers of the passes after the first
+
+        __len__ = lambda self: 2
+        __getitem__ = lambda self, i: (np.full((4, 1), i + self.passes * self.later, "float32"), np.zeros(4))
+
+    def digests(later):
+        data = Data()
+        data.later = later
+        feed = as_source(data).feed(Layout(4, 2, 1, first=0, local=1))
+        for data.passes in (0, 1):
+            iterator = feed.next(2 * data.passes, 2).feed[0]
+            yield [*iterator] and feed.digest(2)
+
+    (first, second), (same, other) = digests(0), digests(1)
+    assert first == same and second != other
 
 
 def test_a_shuffle_that_two_data_sets_read():

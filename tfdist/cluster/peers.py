@@ -58,9 +58,7 @@ class Peers:
         self._alone = not connections
         self._held = held
         self._gathers = 0
-        self.doing_apart = (
-            ""  # what this worker does without the others, in words; "" while it does nothing of that kind
-        )
+        self.doing_apart = ""  # what this worker does without the others, in words; or ""
         if not self._alone:
             self.watch.start()
             atexit.register(self._at_exit)

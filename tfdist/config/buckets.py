@@ -268,10 +268,8 @@ def local_copy(path: str, what: str, download: bool = True, braces: bool = False
         except BucketError as error:
             raise UserError(f"{error} ({what})", "check the network, your keys and the URL") from None
         except OSError as error:
-            raise UserError(
-                f"{what} cannot be downloaded to {base} ({error.strerror or error})",
-                "free that disk, or set XDG_CACHE_HOME to a folder on another one",
-            ) from None
+            what = f"{what} cannot be downloaded to {base} ({error.strerror or error})"
+            raise UserError(what, "free that disk, or set XDG_CACHE_HOME to a folder on another one") from None
     return str(folder / pattern)
 
 

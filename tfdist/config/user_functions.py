@@ -13,7 +13,7 @@ import pathlib
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -170,14 +170,13 @@ def settings_read() -> dict[str, str]:
     return read | {KERAS_SETTINGS: f"{keras.config.epsilon()} {keras.config.image_data_format()}"}
 
 
+is_own_module = lambda names: names.get("__name__", "").partition(".")[0] not in _LIBRARIES
+"""Whether the module with these global names is the user's, or of another library."""
+
+
 def is_own(code: object) -> bool:
     """Returns whether a function, or the class of an object, is code of the user's or of another library."""
     return is_own_module({"__name__": getattr(code, "__module__", None) or ""})
-
-
-def is_own_module(names: Mapping[str, Any]) -> bool:
-    """Returns the same of the module with these global names."""
-    return names.get("__name__", "").partition(".")[0] not in _LIBRARIES
 
 
 def reachable(roots: Iterable[object], ends: tuple[type, ...] = ()) -> Iterator[object]:

@@ -116,7 +116,7 @@ def _combinations(experiment: Experiment) -> None:
         )
     if train.audit and not train.virtual_replicas:
         raise UserError("train.audit compares the bits of virtual replicas", "set train.virtual_replicas, too")
-    if optimizer.decay_exclude and not optimizer.weight_decay:
+    if optimizer.decay_exclude and not optimizer.weight_decay and optimizer.name not in ("adamw", "muon"):
         what = f"optimizer.decay_exclude={optimizer.decay_exclude!r} has nothing to exclude from"
         raise UserError(what, "set weight_decay")
 

@@ -47,13 +47,8 @@ class Arrays(Source):
             raise UserError("the data set is empty", "give it at least one example")
         object.__setattr__(self, "size", sizes.pop())
 
-    @property
-    def specs(self) -> Structure:
-        return self.columns
-
-    @property
-    def bare(self) -> bool:
-        return not isinstance(self.columns[0], tuple | list)
+    specs = property(lambda self: self.columns)
+    bare = property(lambda self: not isinstance(self.columns[0], tuple | list))
 
     def facts(self) -> dict[str, object]:
         elements = keras.tree.map_structure(lambda a: f"{a.shape[1:]} {a.dtype}", self.columns)

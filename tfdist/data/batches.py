@@ -79,17 +79,9 @@ class Batches(Source):
             return 0
         return count if count > 0 else None
 
-    @property
-    def endless(self) -> bool:
-        return self.batches == 0
-
-    @property
-    def ends_anywhere(self) -> bool:
-        return self.batches is None
-
-    @property
-    def specs(self) -> Structure:
-        return self.decoded.element_spec
+    endless = property(lambda self: self.batches == 0)
+    ends_anywhere = property(lambda self: self.batches is None)
+    specs = property(lambda self: self.decoded.element_spec)
 
     def facts(self) -> dict[str, object]:
         return {"kind": "batches", "batches": self.batches, "elements": str(self.dataset.element_spec), **self.stored}
@@ -318,6 +310,7 @@ class SequenceFeed(BatchFeed):
             else:
                 passed = range(size) if self._seed is None else order(self._seed, number, size).tolist()
                 reader.numbers = passed[first:]
+            self._order.begin()
             self._began = update
             self._iterator = iter(self._dataset)
         return FeedCall((self._iterator,), 0, limit, False)

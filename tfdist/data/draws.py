@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdist.config import user_functions
 
 _READING = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}  # that only read their variable
+_PYTHON = {"PyFunc", "EagerPyFunc"}
 _GENERATORS = np.random.Generator, np.random.RandomState, random.Random
 _GLOBAL = np.random.normal.__self__, random.random.__self__  # type: ignore[attr-defined]
 
@@ -35,7 +36,7 @@ def drawn(dataset: tf.data.Dataset, seen: set[int]) -> list[Any]:
     for function in dataset._functions():
         graph = function.function.graph
         found += written(graph, list(graph.variables))
-        if any(operation.type in ("PyFunc", "EagerPyFunc") for operation in _operations(graph)):
+        if any(operation.type in _PYTHON for operation in _operations(graph)):
             found += _generators(function._func, seen)
     found += [each for part in dataset._inputs() for each in drawn(part, seen)]
     return list({id(each): each for each in found}.values())
@@ -55,9 +56,14 @@ def _generators(function: object, seen: set[int]) -> list[Any]:
 
 
 def begins_anew(dataset: tf.data.Dataset) -> bool:
-    """Returns whether each iterator of a data set has random operations, which draw from their beginning again."""
-    seeded = any("seed2" in o.node_def.attr for f in dataset._functions() for o in _operations(f.function.graph))
-    return seeded or any(map(begins_anew, dataset._inputs()))
+    """Returns whether it matters when an iterator of a data set begins.
+
+    Random operations draw from their beginning again, and Python or a callback may have set a variable in between.
+    """
+    graphs = [function.function.graph for function in dataset._functions()]
+    moves = lambda o: "seed2" in o.node_def.attr or o.type in _PYTHON
+    found = any(graph.variables or any(map(moves, _operations(graph))) for graph in graphs)
+    return found or any(map(begins_anew, dataset._inputs()))
 
 
 def _operations(graph: tf.Graph) -> list[tf.Operation]:

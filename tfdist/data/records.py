@@ -56,17 +56,9 @@ class Records(Source):
 
     columns = None
 
-    @property
-    def specs(self) -> Structure:
-        return self.in_order(1).element_spec
-
-    @property
-    def entries(self) -> int:
-        return 3
-
-    @property
-    def mixes(self) -> bool:
-        return self.mix is not None
+    specs = property(lambda self: self.in_order(1).element_spec)
+    entries = property(lambda self: 3)
+    mixes = property(lambda self: self.mix is not None)
 
     def facts(self) -> dict[str, object]:
         # By number or in memory is the same data; that depends on how much memory there is.

@@ -57,6 +57,8 @@ class Distribution:
     """Wraps the scope of the strategy in which variables are created."""
     peers: Peers = dataclasses.field(default_factory=Peers)
     """The workers, in touch with each other."""
+    process: int = dataclasses.field(default_factory=os.getpid)
+    """Id of the process that connected it."""
     static_shapes: bool = False
     """Whether replicas want shapes that are known when a step is traced, as those on a TPU do. The host then gathers
     their rows, fills them up to one number and gives them to the replicas, in which no clock is read."""
@@ -158,6 +160,13 @@ class Distribution:
     def scope(self) -> AbstractContextManager[object]:
         """Returns the context in which model, optimizer and metrics must be created."""
         return self.creating(self.strategy.scope())
+
+
+def not_forked(process: int) -> None:
+    """Refuses a fork of the process that has started devices: it would wait for threads of TensorFlow's."""
+    if process != os.getpid():
+        what = "this process was forked after its parent had started several devices, and TensorFlow runs in none such"
+        raise UserError(what, "start it with multiprocessing.get_context('spawn'), or use --strategy=default")
 
 
 def of_strategy(strategy: "tf.distribute.Strategy", **fields: Any) -> Distribution:

@@ -77,7 +77,5 @@ def _configure(action: Callable[[], object], what: str) -> None:
     try:
         action()
     except RuntimeError:
-        raise UserError(
-            f"{what} comes too late, TensorFlow has already started in this process",
-            "call tfdist.connect() before anything else, or start a new process",
-        ) from None
+        what = f"{what} comes too late, TensorFlow has already started in this process"
+        raise UserError(what, "call tfdist.connect() before anything else, or start a new process") from None

@@ -909,8 +909,8 @@ recording = lambda tape: replaced("tape", [(_inside, tape)])
 def plain_gradients() -> AbstractContextManager[None]:
     """Lets TensorFlow differentiate loops and branches as under a tape that is not persistent, within it.
 
-    Under one that is, it puts each into a function, with gradients of all within, since gradients of gradients might be
-    asked for: an update of an LSTM takes a third longer. Of a tape of the user's own within they may be.
+    Under one that is, it puts each into a function with gradients of all within, as gradients of gradients may be asked
+    for: an update of an LSTM takes a third longer. Of a tape of the user's own they are.
     """
 
     def make(theirs: Callable) -> Callable:

@@ -358,16 +358,16 @@ def _kind_for(loss: keras.Loss, y_true: Structure, y_pred: Structure) -> Kind:
         one, other = (tf.cast(value, tf.float64) for value in (one, other))
         return one.shape == other.shape and np.allclose(one, other, rounding, rounding, equal_nan=True)
 
-    whole = tf.convert_to_tensor(loss.call(y_true, y_pred))
-    if not same(whole, tf.convert_to_tensor(loss.call(y_true, y_pred))):
-        return Kind.ROWS if whole.shape.rank else Kind.MEAN  # it draws random numbers: nothing can be told
     try:
+        whole = tf.convert_to_tensor(loss.call(y_true, y_pred))
+        if not same(whole, tf.convert_to_tensor(loss.call(y_true, y_pred))):
+            return Kind.ROWS if whole.shape.rank else Kind.MEAN  # it draws random numbers: nothing can be told
         single = [
             tf.convert_to_tensor(loss.call(*keras.tree.map_structure(lambda t, i=i: t[i : i + 1], (y_true, y_pred))))
             for i in range(SAMPLE_ROWS)
         ]
     except (ValueError, TypeError, IndexError, tf.errors.OpError):
-        return Kind.ACROSS  # it needs more than one example
+        return Kind.ACROSS  # it needs more than one example, or others
     if whole.shape.rank == 0:
         return Kind.MEAN if same(whole, tf.reduce_mean(tf.stack(single), 0)) else Kind.ACROSS
     if whole.shape[0] != SAMPLE_ROWS or any(value.shape[:1] != [1] for value in single):

@@ -17,6 +17,7 @@ import numpy as np
 
 from tfdist.checkpoints import files, training_run
 from tfdist.checkpoints.manager import Checkpoints
+from tfdist.checkpoints.own_work import EXPERIMENT
 from tfdist.checkpoints.run_folder import RunFolder
 from tfdist.cluster import discovery
 from tfdist.config import buckets, cpu_kernels, local_files, user_functions
@@ -49,7 +50,7 @@ class KeptFits:
         self._folder = RunFolder(str(pathlib.Path(options.workdir).expanduser()), writes=distribution.is_chief)
         self._fits = self._folder.path / FITS
         self._report = fit_report.Report(self._folder)
-        self._number = self._depth = 0
+        self._number, self._depth, self._process = 0, 0, os.getpid()
         self._written: list[str] = []  # what ModelCheckpoints of the calls write, in this start
         self._known = dict[int, Recorded]()
         self._stopped = False
@@ -57,6 +58,9 @@ class KeptFits:
         self._trained_again = False  # whether a call of this start has, and so others may begin with other bits
 
     def __enter__(self) -> "KeptFits":
+        if self._distribution.is_chief and (self._folder.path / EXPERIMENT).exists():  # whose results it would replace
+            what = f"--workdir={self._folder.path} holds a run of tfdist train"
+            raise UserError(what, "give the script a folder of its own")
         self._folder.create()
         attempt, holds = discovery.find(os.environ).attempt, any(self._fits.glob("[0-9]*"))
         if self._options.resume == "require" and self._distribution.is_chief and not holds:
@@ -81,6 +85,9 @@ class KeptFits:
 
     def call(self, fit: Callable[..., Any], model: keras.Model, arguments: dict[str, Any]) -> Any:
         """Trains, or restores what an earlier start of the same script has trained."""
+        if os.getpid() != self._process:
+            what = "fit is called in a process that the script has forked, whose calls --workdir does not keep"
+            raise UserError(what, "leave out --workdir, or call fit in the script itself")
         if self._stopped:  # by a signal, which the script has caught
             raise SystemExit(143)
         if self._depth:  # within a callback of another call, which continues with that one

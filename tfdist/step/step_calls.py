@@ -15,7 +15,7 @@ from tfdist.data.protocol import Feed, FeedCall
 from tfdist.data.records import REPAIR, UNREADABLE
 from tfdist.data.sources import Source
 from tfdist.distributed import shared_memory_sum
-from tfdist.distributed.distribution import Distribution
+from tfdist.distributed.distribution import Distribution, not_forked
 from tfdist.errors import TrainingError, UserError, one_line
 from tfdist.keras_bridge import keras_internals, loss, preconditions
 from tfdist.step.batch_loop import uneven_end
@@ -51,6 +51,8 @@ def step_of(
       outputs_only: the model need not be compiled, nor the source have targets.
       batch: examples of a global batch.
     """
+    if distribution.replicas > 1:
+        not_forked(distribution.process)
     key = _key(model, distribution)
     kept = _STEPS.get(id(model))
     if kept is not None and kept.key == key:

@@ -268,10 +268,8 @@ def chief_alone(callbacks: keras.callbacks.CallbackList, distribution: Distribut
 
 def _called_alone(hook: Callable, what: str, distribution: Distribution) -> Callable:
     def refuse(*arguments: object, **options: object) -> None:
-        raise UserError(
-            f"{what}, and reads what is summed over the workers, such as a metric",
-            "take it from the logs, or set chief_only=False",
-        )
+        why = f"{what}, and reads what is summed over the workers, such as a metric"
+        raise UserError(why, "take it from the logs, or set chief_only=False")
 
     def called(*arguments: object, **options: object) -> object:
         with distribution.peers.apart(what), keras_internals.replaced("reduce", [(distribution.strategy, refuse)]):

@@ -12,7 +12,7 @@ from tfdist.checkpoints import training_state
 from tfdist.checkpoints.resume import Position
 from tfdist.config.messages import logger
 from tfdist.data import batches
-from tfdist.errors import Interrupted, UserError
+from tfdist.errors import Interrupted, UserError, one_line
 from tfdist.keras_bridge import ema, keras_internals, layer_state, metrics, preconditions, zero
 from tfdist.step import step_calls
 from tfdist.step.batch_loop import CallResult, Totals
@@ -84,7 +84,11 @@ class FitLoop:
         self._gathered = training_state.gathered_variables(self._model)
         initial = layer_state.Snapshot(self._gathered)
         keras_internals.restored_epoch(self._model)  # that of an earlier training
-        self._callbacks.on_train_begin()
+        try:
+            self._callbacks.on_train_begin()
+        except OSError as error:
+            what = f"a callback cannot begin ({type(error).__name__}: {one_line(error, 150)})"
+            raise UserError(what, "move its file away, which a kill may have cut off; --workdir needs none") from error
         epoch = callbacks_lib.restored_epoch(self._model, self._callbacks, self._distribution)
         if epoch:
             self._position = self._plan.start_of(epoch)

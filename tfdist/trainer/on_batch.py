@@ -142,7 +142,7 @@ def _prepared(model: keras.Model, kind: str, columns: tuple, options: _Options) 
 class _Batch(arrays.Arrays):
     """The first batch as a source."""
 
-    bare = None  # type: ignore[assignment]
+    bare = None
 
 
 class _OnBatch:

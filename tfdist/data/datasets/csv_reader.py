@@ -42,9 +42,7 @@ class Table:
         categories = {name: values[rows] for name, values in self.categories.items()}
         return dataclasses.replace(self, numbers=numbers, categories=categories, rows=self.rows[rows])
 
-    @property
-    def size(self) -> int:
-        return len(self.rows)
+    size = property(lambda self: len(self.rows))
 
     def places(self, name: str, vocabulary: tuple[str, ...], first: int) -> np.ndarray:
         """Returns each row's place in the vocabulary, plus `first`; one less than `first` where it is not there.

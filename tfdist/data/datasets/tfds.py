@@ -204,10 +204,8 @@ def load(experiment: config.Experiment, memory: float, prepare: bool = True) -> 
         if builder.info.file_format == tfds.core.FileFormat.TFRECORD:
             paths = [str(path) for split in builder.info.splits.values() for path in split.filepaths]
             problems = [*tfrecords.index(paths, thorough=True).broken, *problems]
-        raise UserError(
-            f"data set {data.name!r} in {builder.data_dir} cannot be read: {problems[0]}",
-            "copy that file again, or delete the folder to prepare the data set again",
-        ) from error
+        what = f"data set {data.name!r} in {builder.data_dir} cannot be read: {problems[0]}"
+        raise UserError(what, "copy that file again, or delete the folder to prepare the data set again") from error
     target = features[keys[1]]
     spec = Spec(
         tuple(inputs.shape),

@@ -144,9 +144,7 @@ class Feature:
     kind: str
     shape: tuple[int, ...] = ()
 
-    @property
-    def is_image(self) -> bool:
-        return self.kind in ("jpeg", "png")
+    is_image = property(lambda self: self.kind in ("jpeg", "png"))
 
     @property
     def parser(self) -> tf.io.FixedLenFeature:

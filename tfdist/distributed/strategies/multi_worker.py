@@ -7,6 +7,7 @@ use what crashes. The strategy itself is started only when all workers have met.
 import contextlib
 import functools
 import itertools
+import os
 import signal
 import socket
 import threading
@@ -22,7 +23,7 @@ from tensorflow.python.eager import context
 from tfdist.cluster.addresses import split
 from tfdist.cluster.peers import Peers
 from tfdist.distributed import collectives, shared_memory_sum
-from tfdist.distributed.distribution import Distribution, of_strategy
+from tfdist.distributed.distribution import Distribution, not_forked, of_strategy
 from tfdist.distributed.shared_memory_sum import SharedMemorySum
 from tfdist.errors import UserError, one_line
 
@@ -166,7 +167,10 @@ def create(
 def _explaining_failed_broadcasts(scope: contextlib.AbstractContextManager[object]) -> Iterator[object]:
     """Enters the scope of the strategy; UserError for a variable that the chief cannot send, or that others lack."""
 
+    process = os.getpid()
+
     def create(creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        not_forked(process)
         try:
             return creator(**kwargs)
         except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
