@@ -371,7 +371,8 @@ def _agree(step: Step, rows: tuple[Structure, ...], comparison: Comparison, choi
             return _agree(step, given, comparison._replace(as_given=True), choice)
         if not comparison.divides and (comparison.parts == "micro-batches" or not probe.computed_whole):
             return _agree(step, rows, comparison._replace(divides=True), choice)
-        if comparison.kind == "train" and (probe.computed_whole or not isinstance(error, tf.errors.OpError)):
+        of_rows = tf.errors.InvalidArgumentError if probe.computed_whole else tf.errors.OpError  # not of a lost worker
+        if comparison.kind == "train" and not isinstance(error, of_rows):
             raise
         if probe.computed_whole:
             why = f"it cannot be computed from parts of a batch ({type(error).__name__}: {one_line(error, 200)})"
