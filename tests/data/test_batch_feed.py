@@ -106,20 +106,39 @@ def test_what_is_read_ahead_moves_no_order_on(connect):
     assert rows_read(13) - rows_read(1) == 12 * 4
 
 
-def test_an_epoch_begins_to_read_after_its_callbacks(connect):
-    """Batches of the next one were made before a callback had set what functions of the data read."""
-    factors, variable = [1.0], tf.Variable(1.0)
+class Passes:
+    """A generator that counts, as one whose order or difficulty depends on the number of the pass."""
+
+    def __init__(self):
+        self.passes, self.order = 0, []
+
+    def __call__(self):
+        self.passes, self.order = self.passes + 1, [0] * 5
+        yield from ((np.full((4, 1), self.passes, "float32"), np.zeros((4, 1))) for _ in self.order)
+
+
+def test_data_are_those_of_the_epoch(connect, tmp_path):
+    """Batches of the next one were made before a callback had set what they depend on, and looks counted as passes."""
+    factors, variable, file = [1.0], tf.Variable(1.0), tmp_path / "factor"
+
+    def set_all(epoch, _):
+        file.write_text(str(epoch + 1.0))
+        factors[0] = epoch + 1.0
+        variable.assign(factors[0])
+
+    set_all(0, {})
+    ones = tf.data.Dataset.from_tensors((np.ones((4, 1), "float32"), np.zeros((4, 1)))).repeat(5)
     by_python = lambda x: tf.ensure_shape(
         tf.numpy_function(lambda x: x * np.float32(factors[0]), [x], tf.float32), [4, 1]
     )
-    set_both = lambda epoch, _: (factors.insert(0, 1.0 + epoch), variable.assign(1.0 + epoch))
-    for change in (by_python, lambda x: x * variable):
-        data = tf.data.Dataset.from_tensors((np.ones((4, 1), "float32"), np.zeros((4, 1)))).repeat(5)
+    by_file = lambda x: x * tf.strings.to_number(tf.io.read_file(str(file)))
+    data = [ones.map(lambda x, y, f=f: (f(x), y)) for f in (by_python, by_file, lambda x: x * variable)]
+    counts = tf.data.Dataset.from_generator(Passes(), output_signature=ones.element_spec)
+    for each in (*data, counts.apply(tf.data.experimental.assert_cardinality(5))):
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
         model.compile(keras.optimizers.SGD(0.0), "mse")
-        sets = keras.callbacks.LambdaCallback(on_epoch_begin=set_both)
-        data = data.map(lambda x, y, change=change: (change(x), y))
-        history = tfdist.fit(model, data, epochs=3, distribution=connect(1), callbacks=[sets], verbose=0).history
+        sets = [keras.callbacks.LambdaCallback(on_epoch_begin=set_all)]
+        history = tfdist.fit(model, each, epochs=3, distribution=connect(1), callbacks=sets, verbose=0).history
         assert history["loss"] == [1, 4, 9]
 
 

@@ -93,10 +93,8 @@ class RunFolder:
             raise UserError(f"--workdir={self.path} cannot be written ({why})", "choose another folder")
         self.lock.check_free()
 
-    @property
-    def _real(self) -> pathlib.Path:
-        """Returns the folder itself, where `path` is a symbolic link to it or to where it is going to be."""
-        return pathlib.Path(os.path.realpath(self.path))
+    _real = property(lambda self: pathlib.Path(os.path.realpath(self.path)))
+    """Returns the folder itself, where `path` is a symbolic link to it or to where it is going to be."""
 
     def lend(self) -> int | None:
         """Returns a descriptor that a worker inherits to hold the lock as well; None if there is no lock.
@@ -122,15 +120,13 @@ class RunFolder:
         """Returns the experiment of the run that this folder holds; None if it holds none."""
         return local_files.read_object(self.path / "experiment.json")
 
-    @property
-    def holds_run(self) -> bool:
-        """Tells whether an earlier run has left any results."""
-        return any((self.path / name).exists() for name in RESULTS)
+    holds_run = property(lambda self: any((self.path / name).exists() for name in RESULTS))
+    """Tells whether an earlier run has left any results."""
 
-    @property
-    def completed(self) -> bool:
-        """Tells whether the earlier run completed."""
-        return (local_files.read_object(self.path / "result.json") or {}).get("status") == "completed"
+    completed = property(
+        lambda self: (local_files.read_object(self.path / "result.json") or {}).get("status") == "completed"
+    )
+    """Tells whether the earlier run completed."""
 
     def set_aside(self) -> pathlib.Path | str | None:
         """Renames a folder that holds an earlier run, so that it is never overwritten; a link to it stays.

@@ -74,10 +74,8 @@ class Peers:
         self.doing_apart = f"a process that worker {self.rank} has forked is not a worker"
         self.release_port()
 
-    @property
-    def failure(self) -> str:
-        """Why the run cannot go on, once a worker is lost; else ""."""
-        return self.watch.failure
+    failure = property(lambda self: self.watch.failure)
+    """Why the run cannot go on, once a worker is lost; else ""."""
 
     def release_port(self) -> None:
         """Gives up the reserved port, for TensorFlow to bind it in the next moment."""

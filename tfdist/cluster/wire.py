@@ -74,10 +74,8 @@ class Connection:
         """Returns the number of the socket, for `select`."""
         return self._socket.fileno()
 
-    @property
-    def local_host(self) -> str:
-        """Address of the local interface that leads to the peer."""
-        return self._socket.getsockname()[0]
+    local_host = property(lambda self: self._socket.getsockname()[0])
+    """Address of the local interface that leads to the peer."""
 
     def send(self, message: Message) -> None:
         """Sends a message; raises ClosedError if the peer has disconnected."""

@@ -99,10 +99,8 @@ class Bucket:
         self._scheme = url.partition("://")[0]
         self._opened: AbstractFileSystem | None = None
 
-    @property
-    def name(self) -> str:
-        """Returns the last part of the URL."""
-        return self.url.rpartition("/")[2]
+    name = property(lambda self: self.url.rpartition("/")[2])
+    """Returns the last part of the URL."""
 
     def beside(self, name: str) -> "Bucket":
         """Returns another folder next to this one."""

@@ -51,20 +51,16 @@ class Layout:
     none_empty: bool = False  # every batch has a row for each virtual replica of each micro-batch
     full: bool = False  # every batch is known to have `batch` examples, so that shapes are known when a step is traced
 
-    @property
-    def max_micro_rows(self) -> int:
-        """Returns the most rows that a replica has of one micro-batch."""
-        return -(-self.batch // (self.replicas * self.accumulate))
+    max_micro_rows = property(lambda self: -(-self.batch // (self.replicas * self.accumulate)))
+    """Returns the most rows that a replica has of one micro-batch."""
 
     @property
     def max_rows(self) -> int:
         """Returns the most rows that a replica has of a global batch."""
         return sum(-(-_split(self.batch, self.accumulate, i)[1] // self.replicas) for i in range(self.accumulate))
 
-    @property
-    def even(self) -> bool:
-        """Returns whether a full batch divides evenly, so that every shape is known beforehand."""
-        return self.batch % (self.replicas * self.accumulate) == 0
+    even = property(lambda self: self.batch % (self.replicas * self.accumulate) == 0)
+    """Returns whether a full batch divides evenly, so that every shape is known beforehand."""
 
     @property
     def split_by(self) -> str:

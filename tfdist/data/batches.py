@@ -170,8 +170,8 @@ class BatchFeed(Feed):
     def __init__(self, source: Batches, layout: Layout, once: bool = False, across: bool = False):
         self.batches = source.batches
         self._source, self._layout = source, layout
-        self.draws = bool(draws.drawn(source.dataset, set()))
-        anew = self.draws or draws.begins_anew(source.dataset) or bool(_orders(source.dataset))
+        self.draws = source.dataset in draws.COUNTING or bool(draws.drawn(source.dataset))
+        anew = self.draws or draws.begins_anew(source.dataset, bool(source.stored)) or bool(_orders(source.dataset))
         once = once or (not across and anew)  # or draws and orders would be ahead
         self._stored = source.dataset
         if (self.batches or (across and self.batches is None)) and not once:

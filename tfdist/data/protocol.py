@@ -184,30 +184,18 @@ class Source(abc.ABC):
     def specs(self) -> Structure:
         """(x,), (x, y) or (x, y, weight): the columns in memory, else the specs of a batch's tensors."""
 
-    @property
-    def targets(self) -> Structure:
-        """The targets in memory, or None where there are none."""
-        return None if self.columns is None else unpack(self.columns)[1]
+    targets = property(lambda self: None if self.columns is None else unpack(self.columns)[1])
+    """The targets in memory, or None where there are none."""
 
-    @property
-    def bare(self) -> bool:
-        """True where Keras' `fit` would hand the inputs to a `train_step` as they are, and not as a tuple of one."""
-        return True
+    bare: bool = True
+    """True where Keras' `fit` would hand the inputs to a `train_step` as they are, and not as a tuple of one."""
+    entries = property(lambda self: len(self.specs))
+    """Number of columns of a batch; 3 where only reading tells."""
+    weighted = property(lambda self: len(self.specs) == 3)
+    """True if examples have weights."""
 
-    @property
-    def entries(self) -> int:
-        """Number of columns of a batch; 3 where only reading tells."""
-        return len(self.specs)
-
-    @property
-    def weighted(self) -> bool:
-        """True if examples have weights."""
-        return len(self.specs) == 3
-
-    @property
-    def mixes(self) -> bool:
-        """True if examples are mixed with each other, so that targets are rows of shares."""
-        return False
+    mixes: bool = False
+    """True if examples are mixed with each other, so that targets are rows of shares."""
 
     @abc.abstractmethod
     def facts(self) -> dict[str, object]:
@@ -222,15 +210,11 @@ class Source(abc.ABC):
 
     # How it is divided into global batches.
 
-    @property
-    def endless(self) -> bool:
-        """True if the data never ends."""
-        return False
+    endless: bool = False
+    """True if the data never ends."""
 
-    @property
-    def ends_anywhere(self) -> bool:
-        """True if the number of batches is unknown until they are read."""
-        return False
+    ends_anywhere: bool = False
+    """True if the number of batches is unknown until they are read."""
 
     def requested_batch(self, batch: int | None, default: int | None = None, steps: int | None = None) -> int | None:
         """Returns the batch size to ask `global_batch` for: the user's, or `default` unless the data brings its own.

@@ -33,10 +33,8 @@ class Placement:
     cluster: discovery.Cluster
     choice: "StrategyChoice"
 
-    @property
-    def replicas(self) -> int:
-        """Replicas of all workers, as far as known without TensorFlow."""
-        return self.choice.replicas * self.cluster.size
+    replicas = property(lambda self: self.choice.replicas * self.cluster.size)
+    """Replicas of all workers, as far as known without TensorFlow."""
 
 
 def locate(options: PlacementOptions) -> Placement:

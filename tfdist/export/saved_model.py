@@ -30,10 +30,10 @@ class Servable:
     resize: str = "crop"  # how pictures of another size are brought to that of the model, see `ops.resize`
     shrink: bool = False  # large JPEGs are decoded no larger than that takes, as those of an image folder
 
-    @property
-    def takes_pictures(self) -> bool:
-        """Whether inputs are pictures whose range of values is known."""
-        return len(self.spec.shape) == 3 and self.spec.shape[-1] in (1, 3) and self.spec.dtype == "uint8"
+    takes_pictures = property(
+        lambda self: len(self.spec.shape) == 3 and self.spec.shape[-1] in (1, 3) and self.spec.dtype == "uint8"
+    )
+    """Whether inputs are pictures whose range of values is known."""
 
     def answers(self, x: Structure) -> dict[str, tf.Tensor]:
         """Returns named outputs: `class_ids`, `classes`, `probabilities`, `logits`; without classes the model's own."""

@@ -44,24 +44,17 @@ class ModelRequest:
     trust_code: bool = False  # call functions that the run folder names though it is not the user's own work
     copy: RunFolder | None = None  # of a run folder in a bucket, on this machine
 
-    @property
-    def path(self) -> pathlib.Path:
-        """Returns the path of the run folder or the file on this machine."""
-        return self.copy.path if self.copy else pathlib.Path(self.workdir or self.model).expanduser()
-
-    @property
-    def name(self) -> str:
-        """Returns the run folder or the file as the user writes it."""
-        return self.copy.name if self.copy else str(self.path)
+    path = property(lambda self: self.copy.path if self.copy else pathlib.Path(self.workdir or self.model).expanduser())
+    """Returns the path of the run folder or the file on this machine."""
+    name = property(lambda self: self.copy.name if self.copy else str(self.path))
+    """Returns the run folder or the file as the user writes it."""
 
     def shown(self, path: pathlib.Path) -> str:
         """Returns a path in the run folder as the user writes it."""
         return f"{self.name}/{path.relative_to(self.path)}"
 
-    @property
-    def storage(self) -> files.Disk:
-        """Returns what stands behind the checkpoints."""
-        return self.copy.storage if self.copy else files.DISK
+    storage = property(lambda self: self.copy.storage if self.copy else files.DISK)
+    """Returns what stands behind the checkpoints."""
 
     def here(self) -> "ModelRequest":
         """Returns the same request with a local copy of a run folder in a bucket; raises UserError if unreadable."""

@@ -110,7 +110,7 @@ def of_training(model: keras.Model) -> dict[str, Any]:
         ]
         facts[f"{SETUP} for optimizer {number}{_VERSIONS}"] = digest(parts)
         if is_number and not int(keras_internals.counter(optimizer).numpy()):
-            facts[f"{RATE} {number}"] = f"{float(keras.ops.convert_to_numpy(rate)):.7g}"
+            facts[f"{RATE} {number}"] = f"{float(rate.numpy()):.7g}"
     return facts
 
 

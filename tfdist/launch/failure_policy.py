@@ -91,10 +91,8 @@ class AttemptOutcome:
             return 0 if self._chief_done and not self._stuck else 1
         return self._forced or (143 if self._preempted else 0)
 
-    @property
-    def reason(self) -> str:
-        """Why the attempt ended, if not by the end of the program."""
-        return (self.cause.text if self.cause else "") or self._change
+    reason = property(lambda self: (self.cause.text if self.cause else "") or self._change)
+    """Why the attempt ended, if not by the end of the program."""
 
     @property
     def may_restart(self) -> bool:

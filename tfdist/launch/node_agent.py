@@ -92,10 +92,8 @@ class NodeLink:
     def __str__(self) -> str:
         return f"node {self.member.rank} ({self.member.host})"
 
-    @property
-    def heard(self) -> float:
-        """When something last arrived."""
-        return self._connection.heard
+    heard = property(lambda self: self._connection.heard)
+    """When something last arrived."""
 
     def send(self, message: wire.Message) -> None:
         """Sends a message, if the other side is still connected."""
@@ -288,10 +286,8 @@ class NodeAgent:
                 pending.append({"event": "ended"})
         return pending
 
-    @property
-    def alive(self) -> tuple[int, ...]:
-        """Ranks that run here."""
-        return self._workers.alive if self._workers else ()
+    alive = property(lambda self: self._workers.alive if self._workers else ())
+    """Ranks that run here."""
 
     def _start(self, this: Attempt) -> None:
         plan, listener, lock = self._plan, self.listener, None

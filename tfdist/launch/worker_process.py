@@ -150,10 +150,8 @@ class Exit:
     complaint: str = ""  # host of that one, and how it was lost
     error: str = ""  # the error that it reports
 
-    @property
-    def status(self) -> int:
-        """The code as in a shell: 137 for SIGKILL."""
-        return 128 - self.code if self.code < 0 else self.code
+    status = property(lambda self: 128 - self.code if self.code < 0 else self.code)
+    """The code as in a shell: 137 for SIGKILL."""
 
     def describe(self) -> str:
         who = f"rank {self.rank} (on {self.host}, process {self.pid})"
@@ -318,10 +316,8 @@ class WorkerGroup:
                 self.poll()
             raise
 
-    @property
-    def alive(self) -> tuple[int, ...]:
-        """Ranks that have not ended."""
-        return tuple(w.rank for w in [*self._running, *self._dying])
+    alive = property(lambda self: tuple(w.rank for w in [*self._running, *self._dying]))
+    """Ranks that have not ended."""
 
     def stop(self) -> None:
         """Asks the workers, not their children, to stop after the update in progress."""

@@ -291,10 +291,8 @@ class Recorder(Callback):
         """Records an evaluation outside of an epoch."""
         self._folder.append(HISTORY, {"evaluation": values, "updates": self.updates})
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of training so far, those before a resume included."""
-        return time.monotonic() - self.begun
+    seconds = property(lambda self: time.monotonic() - self.begun)
+    """Seconds of training so far, those before a resume included."""
 
     @property
     def examples_seen(self) -> int:

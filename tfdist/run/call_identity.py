@@ -123,7 +123,7 @@ def check_same(number: int, here: Mapping[str, object], there: Mapping[str, obje
         name for name in odd if not name.startswith((CODE, user_functions.RATE)) or name in here.keys() & there.keys()
     ]
     odd = [name for name in odd if name not in _TELLING]  # by which the call was found
-    odd = [name for name in odd if name != FROZEN or FROZEN in there]  # not so in 0.2.0
+    odd = [name for name in odd if name in there or not name.startswith((FROZEN, "--"))]  # not so in 0.2.0
     if here["place"] != there.get("place"):  # where other devices may have computed them, to rounding
         odd = [name for name in odd if not name.startswith(("place", CONTENT, STARTING, setups.ENCLOSED))]
     if not odd:

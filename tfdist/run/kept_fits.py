@@ -43,10 +43,11 @@ class KeptFits:
     A finished call returns at once with the state at its end, an interrupted one continues at its update. A context.
     """
 
-    def __init__(self, distribution: Distribution, options: ResumeOptions, every: str):
+    def __init__(self, distribution: Distribution, options: ResumeOptions, every: str, settings: Mapping[str, str]):
         if buckets.is_url(options.workdir):
             raise UserError(f"--workdir={options.workdir} is a bucket, which keeps no calls of fit", "use a folder")
         self._distribution, self._options, self._every = distribution, options, every
+        self._settings = settings  # flags that change the result
         self._folder = RunFolder(str(pathlib.Path(options.workdir).expanduser()), writes=distribution.is_chief)
         self._fits = self._folder.path / FITS
         self._report = fit_report.Report(self._folder)
@@ -94,7 +95,7 @@ class KeptFits:
             return fit(model, **arguments)
         if arguments.get("checkpoints"):  # kept by the script itself
             return self._reported(fit, model, arguments)
-        where, facts = self._distribution, facts_of(model, arguments)
+        where, facts = self._distribution, facts_of(model, arguments) | dict(self._settings)
         facts["place"] = f"{where.device_kind} {cpu_kernels.in_use()} {where.name} {where.replicas}"
         found = find(self._known, self._number, facts, _random_state(), self._options.resume_changed)
         told = [*found, facts, uuid.uuid4().hex, _written(arguments)]

@@ -39,7 +39,8 @@ def run(program: Program, environment: Environment, values: flags.FlagValues) ->
         with contextlib.ExitStack() as stack:
             kept = None
             if environment.workdir:
-                kept = stack.enter_context(KeptFits(distribution, environment, values.checkpoint_every))
+                settings = {f"--{name}": str(values[name].value) for name in ("virtual_replicas", "sync_batch_norm")}
+                kept = stack.enter_context(KeptFits(distribution, environment, values.checkpoint_every, settings))
             patch = keras_patch.KerasPatch(
                 distribution,
                 values.sync_batch_norm == "on",

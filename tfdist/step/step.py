@@ -61,10 +61,8 @@ class Step:
         self._log_names: dict[str, LogNames] = {}
         self._reset: tuple[tuple[int, ...], Callable, Callable] = ((), lambda: None, dict)
 
-    @property
-    def model(self) -> keras.Model:
-        """The model, which the caller keeps alive: a strong reference here would keep it in `step_calls` forever."""
-        return self.replica.model
+    model = property(lambda self: self.replica.model)
+    """The model, which the caller keeps alive: a strong reference here would keep it in `step_calls` forever."""
 
     def compiled(
         self, kind: str, layout: Layout, options: TrainingOptions | None = None, count: int | None = None

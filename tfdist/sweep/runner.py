@@ -59,11 +59,8 @@ class Search:
     trials: int = 0  # 0 for the grid
     sampler: str = "tpe"
     prune: bool = False
-
-    @property
-    def aim(self) -> schedule.Aim:
-        """Returns what the study optimizes and prunes by."""
-        return schedule.better(self.metric or "loss", "--metric")
+    aim = property(lambda self: schedule.better(self.metric or "loss", "--metric"))
+    """Returns what the study optimizes and prunes by."""
 
     def study(self, storage: storages.BaseStorage | None = None) -> optuna.Study:
         """Opens the study of this search space, or creates it."""

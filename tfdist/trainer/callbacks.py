@@ -40,10 +40,8 @@ class Spent:
     on GPUs, whose `compute` then contains it."""
     python: float = 0.0  # between calls: callbacks, agreement with other workers, checkpoints
 
-    @property
-    def seconds(self) -> float:
-        """Returns the seconds of all entries together."""
-        return self.input + self.compute + (self.all_reduce or 0.0) + self.python
+    seconds = property(lambda self: self.input + self.compute + (self.all_reduce or 0.0) + self.python)
+    """Returns the seconds of all entries together."""
 
     def __add__(self, other: "Spent") -> "Spent":
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other))

@@ -5,7 +5,6 @@ Images are [h, w, c], uint8 or float, with values from 0 to `maximum`; they keep
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -188,10 +187,8 @@ class Recipe:
         """Returns what `resized_crop` was given, or None; then training images are needed whole."""
         return self.steps[0].arguments[0] if self.steps and self.steps[0].name == "resized_crop" else None
 
-    @property
-    def mix(self) -> Callable[..., tuple] | None:
-        """Mixes a batch with its partners (see `mixup.mixer`), or None when nothing is mixed."""
-        return mixer({s.name: s.arguments[0] for s in self.mixing}) if self.mixing else None
+    mix = property(lambda self: mixer({s.name: s.arguments[0] for s in self.mixing}) if self.mixing else None)
+    """Mixes a batch with its partners (see `mixup.mixer`), or None when nothing is mixed."""
 
     def check(self, shape: tuple[int, ...], dtype: str, classes: int | None, lowest: float = 0.0) -> None:
         """Raises UserError when inputs of this shape, type and lowest value, or their targets, cannot be changed so."""

@@ -50,9 +50,7 @@ class Look:
     doubtful: bool = False  # only decoding it tells whether it is an image
     frames: int = 0  # pixels of all frames of a GIF, which are all unpacked
 
-    @property
-    def pixels(self) -> int:
-        return max(self.frames, self.size[0] * self.size[1])
+    pixels = property(lambda self: max(self.frames, self.size[0] * self.size[1]))
 
 
 def listing(root: str, what: str) -> tuple[tuple[str, ...], dict[str, Split]]:

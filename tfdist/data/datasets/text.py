@@ -31,9 +31,7 @@ class Packed:
     starts: np.ndarray  # int64 [paths + 1]: where each file begins, and the end of all
     length: int
 
-    @property
-    def windows(self) -> int:
-        return max(0, (int(self.starts[-1]) - 1) // self.length)
+    windows = property(lambda self: max(0, (int(self.starts[-1]) - 1) // self.length))
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """Reads windows by number: uint8 [n, length + 1]."""

@@ -17,13 +17,8 @@ class Record:
     samples: list[dict]  # lines of `timeline.jsonl` that are measurements
     marks: list[dict]  # those that are events
 
-    @property
-    def epochs(self) -> list[dict]:
-        return [line for line in self.lines if number(line.get("epoch")) is not None]
-
-    @property
-    def name(self) -> str:
-        return str(self.experiment.get("name") or self.path.name)
+    epochs = property(lambda self: [line for line in self.lines if number(line.get("epoch")) is not None])
+    name = property(lambda self: str(self.experiment.get("name") or self.path.name))
 
 
 def read(path: pathlib.Path, result: dict | None = None) -> Record:
