@@ -95,10 +95,8 @@ class PlacementOptions:
         if self.jit == "on":
             raise UserError("--jit=on is for CPUs and GPUs; a TPU compiles every step", "leave it out")
 
-    @property
-    def uses_cpu(self) -> bool:
-        """Whether GPUs are left alone."""
-        return bool(self.virtual_devices) or self.devices == "none"
+    uses_cpu = property(lambda self: bool(self.virtual_devices) or self.devices == "none")
+    """Whether GPUs are left alone."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,7 +109,7 @@ def of_training(model: keras.Model) -> dict[str, Any]:
             "" if is_number else of_object(rate, model=model),
         ]
         facts[f"{SETUP} for optimizer {number}{_VERSIONS}"] = digest(parts)
-        if is_number and not int(keras_internals.counter(optimizer).numpy()):
+        if isinstance(rate, keras.Variable) and not int(keras_internals.counter(optimizer).numpy()):
             facts[f"{RATE} {number}"] = f"{float(rate.numpy()):.7g}"
     return facts
 

@@ -205,6 +205,8 @@ class Totals:
     ):
         self._losses = functools.partial(metrics.losses, model, distribution)
         self._names = ["loss", *names]
+        own = [*map(id, model.metrics)]  # which a model may list without those of Keras for the losses
+        self._shown = self._names if id(keras_internals.loss_metrics(model)[0]) in own else []
         self.sums, self.examples = np.array(sums), examples
         metrics.set_losses(model, distribution, sums, examples)
         self._resets = metrics.resets(model)
@@ -224,7 +226,7 @@ class Totals:
     def logs(self, results: dict[str, tf.Tensor]) -> dict[str, Any]:
         """Returns the loss values so far beside these results of metrics, by name."""
         losses = self.sums / max(self.examples, 1.0)
-        return {**dict(zip(self._names, losses.tolist())), **{k: as_python(v) for k, v in results.items()}}
+        return {**dict(zip(self._shown, losses.tolist())), **{k: as_python(v) for k, v in results.items()}}
 
     def refresh(self) -> bool:
         """Goes on, as Keras, from what a callback has left in the metrics; returns whether one has changed them."""
