@@ -112,8 +112,12 @@ class Passes:
     def __init__(self):
         self.passes, self.order = 0, []
 
+    @classmethod
+    def name(cls):  # of a class that derives from it, also once what is counted has been put back
+        return cls.__name__
+
     def __call__(self):
-        self.passes, self.order = self.passes + 1, [0] * 5
+        self.passes, self.order = self.passes + 1, [0] * len(Passes.name()[:5])
         yield from ((np.full((4, 1), self.passes, "float32"), np.zeros((4, 1))) for _ in self.order)
 
 
@@ -140,6 +144,7 @@ def test_data_are_those_of_the_epoch(connect, tmp_path):
         sets = [keras.callbacks.LambdaCallback(on_epoch_begin=set_all)]
         history = tfdist.fit(model, each, epochs=3, distribution=connect(1), callbacks=sets, verbose=0).history
         assert history["loss"] == [1, 4, 9]
+    assert type("Other", (Passes,), {}).name() == "Other"
 
 
 def test_each_pass_over_a_sequence_is_compared():

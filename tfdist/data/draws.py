@@ -106,7 +106,8 @@ def _entries(thing: Any) -> list[tuple[Any, Any]]:
 def _entry(owner: Any, key: Any) -> Any:
     """Returns what is there now; the object itself where it is gone."""
     try:
-        return owner[key] if isinstance(owner, dict | list) else getattr(owner, key)
+        owner = vars(owner) if isinstance(owner, type) else owner  # or each class method would be bound anew
+        return owner[key] if isinstance(owner, dict | list | types.MappingProxyType) else getattr(owner, key)
     except (LookupError, AttributeError, ValueError):
         return owner
 
